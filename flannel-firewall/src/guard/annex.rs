@@ -71,6 +71,50 @@ struct Kernel {
     /// The values of the table at the last look or change, without peers; `None`: there was no
     /// table.
     frame: Option<Sources>,
+    counts: Counts,
+}
+
+/// The packets that were refused, by reason, over all tables and rules. Counters of the kernel
+/// begin anew with the rules.
+#[derive(Default)]
+struct Counts {
+    /// Whether they were dropped.
+    drops: bool,
+    /// Those of earlier rules.
+    before: BTreeMap<&'static str, u64>,
+    /// Those of the rules that are in place, at the last look.
+    seen: BTreeMap<&'static str, u64>,
+}
+
+impl Counts {
+    /// Takes in the counters of the rules. Returns the sums.
+    fn note(
+        &mut self,
+        drops: bool,
+        counted: BTreeMap<&'static str, u64>,
+    ) -> BTreeMap<&'static str, u64> {
+        if self.drops != drops {
+            // Those that were dropped and those that were only counted are not one number.
+            *self = Self { drops, ..Self::default() };
+        }
+        let is_less = |(reason, packets): (&&'static str, &u64)| {
+            self.seen.get(reason).is_some_and(|seen| packets < seen)
+        };
+        if counted.iter().any(is_less) {
+            // Another program has reset them.
+            self.begin_anew();
+        }
+        self.seen = counted;
+        let before = |reason| self.before.get(reason).copied().unwrap_or(0);
+        self.seen.iter().map(|(reason, seen)| (*reason, before(reason) + seen)).collect()
+    }
+
+    /// The rules are made again.
+    fn begin_anew(&mut self) {
+        for (reason, packets) in std::mem::take(&mut self.seen) {
+            *self.before.entry(reason).or_default() += packets;
+        }
+    }
 }
 
 #[derive(Default)]
@@ -180,7 +224,7 @@ impl Guard {
         let end = sources.ends.values().next()?;
         let counters = self.table().counters(kernel.socket().ok()?).ok()?;
         let drops = end.drops;
-        let packets = sources.refused(&counters);
+        let packets = kernel.counts.note(drops, sources.refused(&counters));
         Some(Refused { drops, packets, problems: Vec::new() })
     }
 
@@ -346,10 +390,19 @@ impl Guard {
             let take = |change| self.take(change, &mut sources, &mut before);
             let results: Vec<_> = changes.iter().map(take).collect();
             let found = is_intact.map(|is_intact| (&before, is_intact));
+            let frame = Some(&sources).filter(|it| !it.is_empty()).map(Sources::frame);
+            let is_anew = is_intact != Some(true) || frame != kernel.frame;
+            if is_anew {
+                // The last look at the counters of the rules that go.
+                self.counted(kernel);
+            }
             match kernel.commit(plan(&self.table(), found, &sources)) {
                 Ok(()) => {
                     let sources = Some(sources).filter(|sources| !sources.is_empty());
-                    kernel.frame = sources.as_ref().map(Sources::frame);
+                    kernel.frame = frame;
+                    if is_anew {
+                        kernel.counts.begin_anew();
+                    }
                     kernel.placed = Some(sources.map(|sources| Found { sources, is_intact: true }));
                     return results;
                 }

@@ -10,6 +10,7 @@ use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
+use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::backend::Inlet;
 use flannel_core::kernel::Annex;
@@ -478,6 +479,33 @@ fn a_mark_of_others_makes_no_peer() {
             assert_eq!(scene.arrived(family, &[(99, forged)]), [0; 0]);
             scene.until_refused(n * 2, 0, 0);
             nft("flush chain inet other in");
+        }
+    });
+}
+
+/// The kernel's counters begin anew with the rules.
+#[test]
+fn counts_never_go_back() {
+    in_netns(|| {
+        let scene = Scene::set(true);
+        for (n, family) in (0..).zip(Family::BOTH) {
+            let forged = frame(&inner(pod(family, 8, 2), pod(family, 7, 2), &[1]));
+            assert_eq!(scene.arrived(family, &[(99, forged.clone())]), [0; 0]);
+            scene.until_refused(n * 3 + 1, 0, 0);
+            // The first subnet of another size needs more rules.
+            let len = subnet_of(family, 64).len() + 2;
+            let other = Subnet::new(pod(family, 64, 0), len).unwrap();
+            apply(&scene.guard, &puts([scene.guard.peer(other, host(family, 8))]));
+            scene.until_refused(n * 3 + 1, 0, 0);
+            assert_eq!(scene.arrived(family, &[(99, forged.clone())]), [0; 0]);
+            scene.until_refused(n * 3 + 2, 0, 0);
+            // Another program removes the table.
+            let all = scene.guard.records().unwrap();
+            nft("flush ruleset");
+            assert_eq!(scene.guard.records(), Ok(Vec::new()));
+            apply(&scene.guard, &puts(all));
+            assert_eq!(scene.arrived(family, &[(99, forged)]), [0; 0]);
+            scene.until_refused(n * 3 + 3, 0, 0);
         }
     });
 }
