@@ -111,10 +111,10 @@ impl Backend for Lane {
         let mut datapath = Datapath::default();
         datapath.devices = config.networks.map(|_, _| options.device);
         datapath.overhead = config.networks.map(|_, _| OVERHEAD);
-        // Lanes also have packets without ports, which the firewall accepts from peers only.
         if options.encrypted {
             datapath.encrypted = [options.device].into();
         }
+        // Lanes also have packets without ports. A guard takes both from peers only.
         datapath.inlets = vec![Inlet::Udp(options.port), Inlet::Protocol(253)];
         Ok(datapath)
     }

@@ -172,6 +172,37 @@ fn a_cluster_is_observed_and_cleaned_up() {
     });
 }
 
+/// Only the peer may send packets of the tunnel, with and without ports.
+#[test]
+fn a_tunnel_that_no_crate_knows_has_a_guard() {
+    as_root(|| {
+        let backend = json!({ "Type": "lane", "Lane": 7, "Port": 7007, "SourceCheck": true });
+        let lab = Lab::builder().hosts(2).backend(backend).families([Family::V4]);
+        let lab = lab.program(PROGRAM).start().unwrap();
+        for host in lab.hosts() {
+            host.start_daemon_with(&["--ip-masq"]).unwrap();
+        }
+        let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|error| panic!("{error}"));
+        assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
+        let [first, second] = lab.hosts() else { panic!("two hosts") };
+        let [own, other] = [first, second].map(|host| host.addresses().v4.unwrap().to_string());
+        let list = || first.run("nft", &["list", "table", "inet", "flannel-guard-lane"]);
+        let table = || list().unwrap_or_default();
+        let text = || table().split_whitespace().collect::<Vec<_>>().join(" ");
+        wait_until(|| text().contains("chain inner"), table);
+        let text = text();
+        assert!(text.contains(&format!("elements = {{ {other} : 0x")), "{own}: {text}");
+        assert!(!text.contains(&format!("{own} : 0x")), "{own}: {text}");
+        for inlet in ["udp dport 7007", "meta l4proto 253"] {
+            let rule = format!("{inlet} ip daddr {own} fib saddr . iif");
+            assert!(text.contains(&rule), "{rule}: {text}");
+        }
+        let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|error| panic!("{error}"));
+        assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
+        assert_eq!(answers(&lab, first, &["status"])["network"]["guard"]["drops"], true);
+    });
+}
+
 fn check_lease_types(lab: &Lab) {
     for lease in std::fs::read_dir(lab.registry().join("subnets")).unwrap() {
         let lease = std::fs::read_to_string(lease.unwrap().path()).unwrap();
