@@ -107,11 +107,11 @@ fn start(dir: &Path) -> Systemd {
         cp -a /etc/. $dir/etc; mount --bind $dir/etc /etc
         for place in /run /var/lib /usr/local/bin; do mount -t tmpfs none $place; done
         mount -t cgroup2 none /sys/fs/cgroup
-        mkdir -p /run/systemd/system /etc/flannel/network/subnets
+        mkdir -p /run/systemd/system /etc/flannel
         cp $dir/units/* /run/systemd/system
+        systemd-tmpfiles --create $dir/tmpfiles.conf
         cp {} /usr/local/bin/flanneld; cp {} /usr/local/bin/probe
         cp $dir/config /etc/flannel/network; cp $dir/env /etc/flannel/flanneld.env
-        systemd-tmpfiles --create $dir/tmpfiles.conf
         ip link set lo up; ip link add eth0 type veth peer name wire; ip link set wire up
         ip addr add 192.0.2.1/24 dev eth0; ip link set eth0 up
         exec env -i container=lxc PATH=$PATH {SYSTEMD} --system --unit=all.target \\
