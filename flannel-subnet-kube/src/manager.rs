@@ -86,7 +86,9 @@ impl SubnetManager for KubeManager {
     }
 
     fn use_config(&self, config: &Config) {
-        *lock(&self.shared.handed_out) = Some(config.clone());
+        if self.shared.held().is_none() {
+            *lock(&self.shared.handed_out) = Some(config.clone());
+        }
     }
 
     async fn config_changed(&self, known: &Config) -> Result<Config> {

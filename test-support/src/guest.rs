@@ -21,7 +21,7 @@ const PASSED_ON: [&str; 4] = ["FLANNELCTL", "FLANNEL_LAB", "RUST_BACKTRACE", "RU
 /// The search path in the guest.
 const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 /// The time after which a guest is ended.
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(900);
 
 /// Runs `work` in user-mode Linux with these kernel modules. The guest has the files of this host,
 /// read-only, and writes to `/run` only. The test program runs the test again in the guest, as its

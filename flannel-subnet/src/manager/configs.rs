@@ -38,9 +38,11 @@ impl Configs {
         config
     }
 
-    /// Takes the lease from this config, as if it were the one returned last.
+    /// Takes the first lease from this config, as if it were the one returned last.
     pub(super) fn prefer(&self, config: &Config) {
-        *lock(&self.handed_out) = Some(config.clone());
+        if !self.has_lease() {
+            *lock(&self.handed_out) = Some(config.clone());
+        }
     }
 
     /// The config to take a lease from: the one returned last, else the result of `read`. A lease

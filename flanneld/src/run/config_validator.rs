@@ -57,9 +57,9 @@ impl ConfigValidator {
         }
     }
 
-    /// The same for a running network with this interface.
-    pub(crate) fn using(self, iface: &ExternalInterface) -> Self {
-        Self { used: Some(iface.clone()), first: false, ..self }
+    /// The same for a running network with this interface and these leases.
+    pub(crate) fn using(self, iface: &ExternalInterface, views: watch::Receiver<View>) -> Self {
+        Self { used: Some(iface.clone()), first: false, views, ..self }
     }
 
     /// Chooses the interface for a network that is built from `config`. `used` is the config of the

@@ -38,7 +38,8 @@ impl FirewallConfig {
     }
 
     /// Checks that rules can be made in the mode of `config` (nftables or iptables): if it differs
-    /// from the mode of `used`, and before the first lease if their absence is fatal.
+    /// from the mode of `used`, if `config` requires encryption and `used` does not, and before the
+    /// first lease if their absence is fatal.
     ///
     /// # Errors
     /// Rules cannot be made in that mode.
@@ -48,8 +49,12 @@ impl FirewallConfig {
         used: Option<&Config>,
         first: bool,
     ) -> Result<(), Error> {
-        let other_mode = used.is_some_and(|used| config.nftables != used.nftables);
-        if (self.wanted(config) && other_mode) || (self.masquerade && first) {
+        let has_other_rules = |used: &Config| {
+            let is_encryption_new = config.require_encryption && !used.require_encryption;
+            config.nftables != used.nftables || is_encryption_new
+        };
+        let has_other_rules = used.is_some_and(has_other_rules);
+        if (self.wanted(config) && has_other_rules) || (self.masquerade && first) {
             self.open((config, datapath)).await?;
         }
         Ok(())

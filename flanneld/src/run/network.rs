@@ -25,7 +25,7 @@ use super::moving::handshakes::follow;
 use super::plain_routes::until_ruled;
 use super::probation::{failure, until_in_place};
 use super::refusals::Refused;
-use super::start::{Purpose, Ready, Starter, prepare, stored};
+use super::start::{Before, Purpose, Ready, Starter, prepare, stored};
 use super::status_log::log_status;
 use crate::blocking::run_blocking_in_order;
 use crate::config::DaemonConfig;
@@ -176,8 +176,8 @@ async fn run_until_next(
     };
     let falls_back = async {
         match before {
-            Some(_) => failure(&devices, status()).await,
-            None => std::future::pending().await,
+            Before::Earlier => failure(&devices, status()).await,
+            Before::Nothing => std::future::pending().await,
         }
     };
     let events = async {
@@ -199,7 +199,7 @@ async fn run_until_next(
                 let reason = starter.refusals.failed(&config, &reason, observer.reloads());
                 Ok(format!("back to the config before: {reason}"))
             }
-            reason = publish_offers(withholds_offers, status()) => Ok(reason),
+            reason = publish_offers(withholds_offers, before, status()) => Ok(reason),
             reason = hold => reason,
             reason = to_apply(subnets, (&config, cached), refused, &validate, observer) => reason,
             reason = chosen.changed(&config, &validate_again, observer) => Ok(reason),
@@ -232,12 +232,21 @@ async fn run_until_next(
 
 /// Waits until this node's devices have its new keys, if its lease has the old ones. Returns the
 /// reason for which the network must be rebuilt.
-async fn publish_offers(withheld: bool, mut status: watch::Receiver<Arc<Status>>) -> String {
+async fn publish_offers(
+    withheld: bool,
+    before: Before,
+    mut status: watch::Receiver<Arc<Status>>,
+) -> String {
     if !withheld {
         return std::future::pending().await;
     }
-    // If another object of this node cannot be put, peers must still learn the new keys.
-    drop(tokio::time::timeout(RULES, status.wait_for(|status| status.own_in_place)).await);
+    let in_place = status.wait_for(|status| status.own_in_place);
+    match before {
+        // If the devices cannot be made, this node goes back, and no peer needs the keys.
+        Before::Earlier => drop(in_place.await),
+        // If another object of this node cannot be put, peers must still learn the new keys.
+        Before::Nothing => drop(tokio::time::timeout(RULES, in_place).await),
+    }
     "the devices have the new keys of this node, which its lease gets now".to_owned()
 }
 

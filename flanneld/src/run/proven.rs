@@ -5,41 +5,52 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use flannel_core::Config;
 use flannel_options::state_dir;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use tokio::time::sleep;
 
 use crate::blocking::run_blocking_in_order;
+
+/// The pause before a file is written again.
+const WRITE_AGAIN: Duration = Duration::from_secs(10);
 
 /// The record of the config, in memory and in a file.
 #[derive(Debug)]
 pub(super) struct Proven {
     file: PathBuf,
+    /// The name of the store that has the config.
+    store: String,
     config: Mutex<Option<Config>>,
 }
 
+/// The content of the file.
+#[derive(Serialize, Deserialize)]
+struct Record {
+    store: String,
+    config: Box<RawValue>,
+}
+
 impl Proven {
-    /// Reads the record of the last run. A file that cannot be used is logged.
-    pub(super) fn open(dir: &Path) -> Self {
+    /// Reads the record of the last run on this store. A file that cannot be used is logged.
+    pub(super) fn open(dir: &Path, store: &str) -> Self {
         let file = state_dir::config(dir);
-        let parse = |text: String| Config::parse(&text).map_err(|error| error.field);
-        let config = match state_dir::read(&file) {
-            Ok(None) => Ok(None),
-            // The value of a field may be a secret.
-            Ok(Some(text)) => {
-                parse(text).map(Some).map_err(|field| format!("{field} has a wrong value"))
-            }
-            Err(error) => Err(error.to_string()),
+        let read = || match state_dir::read(&file).map_err(|error| error.to_string())? {
+            Some(text) => parse(&text, store),
+            None => Ok(None),
         };
-        let config = config.unwrap_or_else(|error| {
+        let config = read().unwrap_or_else(|error| {
             tracing::warn!(
                 path = %file.display(), %error,
-                "a state file cannot be read: if no network can be built from the config of the \
+                "a state file cannot be used: if no network can be built from the config of the \
                  store, the last one is not known"
             );
             None
         });
-        Self { file, config: Mutex::new(config) }
+        Self { file, store: store.to_owned(), config: Mutex::new(config) }
     }
 
     /// The config; `None` if no network of this host is known to have worked.
@@ -52,27 +63,55 @@ impl Proven {
         self.config().as_ref() == Some(config)
     }
 
-    /// Records that the devices of a network with this config are in the kernel. A failure of the
-    /// file is logged, and the record holds until the daemon ends.
+    /// Records that the devices of a network with this config are in the kernel. Repeats that until
+    /// the file has it. The first failure is logged.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the file may have the record before.
     pub(super) async fn note(&self, config: &Config) {
-        if self.config().replace(config.clone()).as_ref() == Some(config) {
+        let before = self.config().replace(config.clone());
+        if before.as_ref() == Some(config) && self.file.exists() {
             return;
         }
-        let file = self.file.clone();
         let text = config.to_json();
-        let written = run_blocking_in_order(move || state_dir::replace(&file, &text)).await;
-        if let Err(error) = written {
-            tracing::warn!(
-                path = %self.file.display(), %error,
-                "a state file cannot be written (see --state-dir): after a restart, this node does \
-                 not go back to the config that it uses now"
-            );
+        let config = RawValue::from_string(text).expect("a config is written as valid JSON");
+        let record = Record { store: self.store.clone(), config };
+        let text = serde_json::to_string(&record).expect("texts and JSON values serialize");
+        let mut is_logged = false;
+        loop {
+            let (file, text) = (self.file.clone(), text.clone());
+            let written = run_blocking_in_order(move || state_dir::replace(&file, &text)).await;
+            let Err(error) = written else { return };
+            if !is_logged {
+                tracing::warn!(
+                    path = %self.file.display(), %error,
+                    "a state file cannot be written (see --state-dir): after a restart, this node \
+                     does not go back to the config that it uses now"
+                );
+            }
+            is_logged = true;
+            sleep(WRITE_AGAIN).await;
         }
     }
 
     fn config(&self) -> MutexGuard<'_, Option<Config>> {
         self.config.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The config in the file; `None` if it is of another store. The error has no value of the file,
+/// which may be a secret.
+fn parse(text: &str, store: &str) -> Result<Option<Config>, String> {
+    let place = |error: serde_json::Error| {
+        format!("line {}, column {}: expected store and config", error.line(), error.column())
+    };
+    let record: Record = serde_json::from_str(text).map_err(place)?;
+    if record.store != store {
+        tracing::info!(of = %record.store, "the last config of this node is of another store");
+        return Ok(None);
+    }
+    let wrong = |error: flannel_core::json::FieldError| format!("config: wrong {}", error.field);
+    Config::parse(record.config.get()).map(Some).map_err(wrong)
 }
 
 #[cfg(test)]
@@ -89,10 +128,12 @@ mod tests {
         let text = r#"{"Network":"10.1.0.0/16","EnableNFTables":true,
             "Backend":{"Type":"ipip","PSK":"psk-4711"}}"#;
         let config = Config::parse(text).unwrap();
-        let proven = Proven::open(dir.path());
+        let open = |store| Proven::open(dir.path(), store);
+        let proven = open("dir:/a");
         assert_eq!(proven.get(), None);
         proven.note(&config).await;
-        assert_eq!(Proven::open(dir.path()).get().as_ref(), Some(&config));
+        assert_eq!(open("dir:/a").get().as_ref(), Some(&config));
+        assert_eq!(open("dir:/b").get(), None, "of another store");
         let other = Config { nftables: false, ..config.clone() };
         assert!(proven.is(&config) && !proven.is(&other));
     }
@@ -102,14 +143,33 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logged, _guard) = Logged::collect();
         let config = Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap();
-        Proven::open(dir.path()).note(&config).await;
+        let open = || Proven::open(dir.path(), "store");
+        open().note(&config).await;
         let file = dir.path().join("config");
         let whole = fs::read_to_string(&file).unwrap();
-        fs::write(&file, whole.replace("10.1.0.0/16", "psk-4711")).unwrap();
-        let proven = Proven::open(dir.path());
-        assert_eq!(proven.get(), None);
-        assert_eq!((logged.count("cannot be read"), logged.count("psk")), (1, 0));
-        proven.note(&config).await;
-        assert_eq!(Proven::open(dir.path()).get(), Some(config));
+        for damaged in ["psk-4711".to_owned(), whole.replace("10.1.0.0/16", "psk-4711")] {
+            fs::write(&file, damaged).unwrap();
+            assert_eq!(open().get(), None);
+        }
+        assert_eq!((logged.count("cannot be used"), logged.count("psk")), (2, 0));
+        open().note(&config).await;
+        assert_eq!(open().get(), Some(config));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_record_that_cannot_be_written_is_written_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let (logged, _guard) = Logged::collect();
+        let config = Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap();
+        let state = dir.path().join("state");
+        // A file is where the directory should be.
+        fs::write(&state, "").unwrap();
+        let proven = Proven::open(&state, "store");
+        let mut note = std::pin::pin!(proven.note(&config));
+        tokio::time::timeout(10 * WRITE_AGAIN, &mut note).await.unwrap_err();
+        fs::remove_file(&state).unwrap();
+        note.await;
+        assert_eq!(Proven::open(&state, "store").get().as_ref(), Some(&config));
+        assert_eq!(logged.count("cannot be written"), 1);
     }
 }

@@ -9,7 +9,7 @@ use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
 use flannel_core::runtime::blocking;
 use flannel_core::subnet::Hints;
-use flannel_core::{Config, Kernel, Lease, SubnetManager, Subnets};
+use flannel_core::{Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_moving::{Member, NodeBackends};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
@@ -70,8 +70,16 @@ struct Choice {
     lineup: Lineup,
     /// The config of the store, if it is another one.
     refused: Option<Refused>,
-    /// The config to go back to.
-    before: Option<Config>,
+    before: Before,
+}
+
+/// Whether there is a config to go back to if the devices of a network cannot be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Before {
+    /// An earlier one.
+    Earlier,
+    /// The devices are tried for any time.
+    Nothing,
 }
 
 /// A network that can run.
@@ -79,8 +87,7 @@ pub(super) struct Ready {
     pub(super) config: Config,
     /// The config of the store, if no network can be built from it here.
     pub(super) refused: Option<Refused>,
-    /// The config to go back to if the devices of this one cannot be made; `None`: there is none.
-    pub(super) before: Option<Config>,
+    pub(super) before: Before,
     /// The backends of the network.
     pub(super) team: Team,
     pub(super) moving: Arc<Moving>,
@@ -136,6 +143,7 @@ impl<'a> Starter<'a> {
         machine_id: String,
     ) -> Self {
         let moving = Arc::new(Moving::open(&settings.state_dir));
+        let proven = Proven::open(&settings.state_dir, &subnets.store_status().store);
         Self {
             settings,
             kernel,
@@ -144,7 +152,7 @@ impl<'a> Starter<'a> {
             announced: OnceCell::new(),
             moving,
             last: None,
-            proven: Proven::open(&settings.state_dir),
+            proven,
             own: None,
             hints: Mutex::default(),
             refusals: Refusals::default(),
@@ -215,6 +223,8 @@ impl<'a> Starter<'a> {
         let used = self.last.as_ref().map(|(_, iface)| iface.clone());
         let validator = ConfigValidator::new(&self.kernel, settings, &hints, views.clone(), used);
         let choice = self.choose(&validator, stored, &views).await?;
+        // The lease of another config may be one of other families, with other peers.
+        let views = subnets.watch_leases().await?;
         let Choice { config, chosen, mut lineup, refused, before } = choice;
         let team = lineup.team.clone();
         let backend = team.target;
@@ -241,13 +251,22 @@ impl<'a> Starter<'a> {
             handshakes: Some(done),
         };
         let host = self.host(&chosen.iface);
-        let network = host.join_prepared(lineup.members(), &team.offers(), join).await?;
+        let joined = host.join_prepared(lineup.members(), &team.offers(), join).await;
+        let network = match joined {
+            Ok(network) => network,
+            Err(error) if refused.is_none() && self.goes_back(&config, &error) => {
+                self.refusals.set(Some(Refused { config, reason: error.to_string() }));
+                return Box::pin(self.start()).await;
+            }
+            Err(error) => return Err(error.into()),
+        };
         let networks: Vec<_> = config.pod_networks().collect();
         tracing::info!(?networks, backend = backend.kind(), "network config");
         let ExternalInterface { name, mtu, reason, .. } = &chosen.iface;
         let addresses = addresses_of(&chosen.iface);
         tracing::info!(link = %name, %addresses, mtu, %reason, "external interface");
-        let (first, validator) = (last.is_none(), validator.using(&chosen.iface));
+        let first = last.is_none();
+        let validator = validator.using(&chosen.iface, views.clone());
         let moving = Arc::clone(&self.moving);
         Ok(Ready {
             config,
@@ -265,6 +284,21 @@ impl<'a> Starter<'a> {
             chosen,
             validator,
         })
+    }
+
+    /// Whether the last config that worked is used, because no lease for `config` can be had. While
+    /// a network runs, it goes on instead.
+    fn goes_back(&self, config: &Config, error: &Cause) -> bool {
+        let is_known = self.refusals.get().is_some_and(|refused| refused.config == *config);
+        let has_other = self.proven.get().is_some_and(|proven| proven != *config);
+        let is_of_config = matches!(
+            error,
+            Cause::NotReady { .. }
+                | Cause::Refused { .. }
+                | Cause::OutOfSubnets { .. }
+                | Cause::Backend { .. }
+        );
+        self.last.is_none() && has_other && is_of_config && !is_known
     }
 
     fn kernel(&self) -> Arc<dyn Kernel> {
@@ -293,11 +327,15 @@ impl<'a> Starter<'a> {
         views: &watch::Receiver<View>,
     ) -> Result<Choice, Error> {
         let earlier = self.earlier(&stored);
-        let before = earlier.first().filter(|_| !self.proven.is(&stored)).cloned();
+        let before = match self.proven.is(&stored) {
+            false if !earlier.is_empty() => Before::Earlier,
+            _ => Before::Nothing,
+        };
         let refused = self.refusals.get().filter(|refused| refused.config == stored);
-        let known = refused.as_ref().filter(|_| !earlier.is_empty());
-        let (error, reason) = match known {
-            Some(refused) => (None, refused.reason.clone()),
+        let waits = self.refusals.waits(&stored);
+        let known = refused.map(|refused| refused.reason).or(waits);
+        let (error, reason) = match known.filter(|_| !earlier.is_empty()) {
+            Some(reason) => (None, reason),
             None => match Box::pin(self.lineup(validator, &stored, views, true)).await {
                 Ok((chosen, lineup)) => {
                     return Ok(Choice { config: stored, chosen, lineup, refused: None, before });
@@ -313,13 +351,15 @@ impl<'a> Starter<'a> {
         for config in earlier {
             match Box::pin(self.lineup(validator, &config, views, false)).await {
                 Ok((chosen, lineup)) => {
-                    self.subnets.use_config(&config);
-                    return Ok(Choice { config, chosen, lineup, refused, before: None });
+                    if config.networks != stored.networks {
+                        self.subnets.use_config(&config);
+                    }
+                    return Ok(Choice { config, chosen, lineup, refused, before: Before::Nothing });
                 }
                 Err(error) if error.is_of_store() => return Err(error),
                 Err(error) => {
                     let backend = config.backend.kind;
-                    tracing::debug!(%backend, %error, "an earlier config cannot be used either");
+                    tracing::warn!(%backend, %error, "an earlier config cannot be used either");
                 }
             }
         }
@@ -334,17 +374,20 @@ impl<'a> Starter<'a> {
     }
 
     /// The configs that this node has used, the preferred one first, without `stored`. After the
-    /// first network, their pod networks are the same, because the lease comes from them.
+    /// first network they get the pod networks of `stored`, because the lease comes from these.
     fn earlier(&self, stored: &Config) -> Vec<Config> {
         let last = self.last.as_ref().map(|(config, _)| config.clone());
-        let recorded = match last {
-            Some(_) => Vec::new(),
-            None => self.moving.recorded(stored),
-        };
-        let all = self.proven.get().into_iter().chain(last).chain(recorded);
-        let has_lease = self.last.is_some();
-        let fits = |it: &Config| !has_lease || it.networks == stored.networks;
-        all.filter(|it| it != stored && fits(it)).collect()
+        let networks = last.as_ref().map(|_| stored.networks);
+        let proven = self.proven.get();
+        let mut all: Vec<Config> = Vec::new();
+        for config in proven.into_iter().chain(last).chain(self.moving.recorded(stored)) {
+            let networks = networks.unwrap_or(config.networks);
+            let config = Config { networks, ..config };
+            if config != *stored && !all.contains(&config) {
+                all.push(config);
+            }
+        }
+        all
     }
 
     /// The interface and the backends for a network with this config. A config `of_store` that
@@ -453,14 +496,19 @@ pub(super) async fn stored(
     subnets: &dyn SubnetManager,
     last: Option<&Config>,
 ) -> Result<Config, Error> {
-    use flannel_core::Error as Cause;
-
-    match (subnets.network_config().await, last) {
-        (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some(last)) => {
+    let stored = subnets.network_config().await;
+    let is_missing = match &stored {
+        Err(Cause::NoConfig { .. } | Cause::Config { .. }) => true,
+        // From a cache, which may have one that was never used.
+        Ok(_) => subnets.store_status().wrong_config.is_some(),
+        Err(_) => false,
+    };
+    match last.filter(|_| is_missing) {
+        Some(last) => {
             subnets.use_config(last);
             Ok(last.clone())
         }
-        (stored, _) => Ok(stored?),
+        None => Ok(stored?),
     }
 }
 

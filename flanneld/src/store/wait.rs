@@ -95,11 +95,11 @@ pub(crate) async fn holding<T>(
 ) -> Result<T, Error> {
     let lost = async {
         if let Some(held) = held
-            && let Err(error) = hold(subnets, held).await
+            && let Err(error @ Error::LeaseLost { .. }) = hold(subnets, held).await
         {
             return error;
         }
-        // If this node has other subnets now, `work` finds that out.
+        // If this node has other subnets now, or the store refuses, `work` finds that out.
         std::future::pending().await
     };
     tokio::select! {

@@ -17,6 +17,9 @@ use crate::running::{Daemon, wait_until};
 
 const PREFIX: &str = "flannel.alpha.coreos.com/";
 const VXLAN: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+/// A config for hosts with addresses of both families.
+const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48",
+    "Backend":{"Type":"vxlan"}}"#;
 /// The address of the API server.
 const SWITCH: &str = "192.0.2.254";
 
@@ -571,10 +574,6 @@ fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
 
 /// As after a boot without an address, or with a config that names no backend, on a node that has
 /// no earlier one: repeated starts fail.
-/// For hosts with addresses of both families.
-const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48",
-    "Backend":{"Type":"vxlan"}}"#;
-
 #[test]
 fn a_failing_start_withdraws_the_old_condition_unless_the_network_is_in_place() {
     in_netns(|| {
@@ -614,10 +613,12 @@ fn a_start_with_a_config_that_cannot_be_used_runs_the_network_of_the_last_run() 
         let (server, host, mut daemon) = cluster_with_a_peer();
         host.netns.run(|| ip("-6 address flush dev eth0"));
         let misspelt = VXLAN.replace("vxlan", "vlxan");
+        let mut peer = 2;
         for (config, message) in [
             (&*misspelt, "\"vlxan\" is not a backend"),
             (DUAL, "no usable IPv6 address"),
             ("{", "one JSON object"),
+            (&*VXLAN.replace("10.1.", "10.7."), "10.1.1.0/24"),
         ] {
             daemon.signal(Signal::SIGTERM);
             assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
@@ -627,6 +628,14 @@ fn a_start_with_a_config_that_cannot_be_used_runs_the_network_of_the_last_run() 
             daemon.wait_for_log(message);
             daemon.wait_for_log("networks=[10.1.0.0/16] backend=\"vxlan\"");
             daemon.wait_for_log("in sync peers=1");
+            // The lease is held from then on.
+            daemon.wait_for_log("running lease=");
+            // Peers are followed after that too.
+            peer += 1;
+            let address = format!("192.0.2.{peer}");
+            server.put_node("node-2", go_peer("10.1.2.0/24", &address, "0a:00:00:00:00:02"));
+            let entry = format!("0a:00:00:00:00:02 dst {address} self permanent");
+            host.holds(&daemon, &[&entry]);
         }
     });
 }

@@ -135,8 +135,12 @@ impl Cluster {
     /// The doctor and the status understand a host in the midst of a move.
     pub(crate) fn is_well(&self, host: &Host, to: &str, offers: &[&str]) {
         let status = || Self::ctl(host, "status").0["network"]["moving"].clone();
-        let moving = status();
-        assert_eq!((&moving["to"], &moving["offers"]), (&json!(to), &json!(offers)), "{moving}");
+        let is_shown = || {
+            let moving = status();
+            moving["to"] == json!(to) && moving["offers"] == json!(offers)
+        };
+        // The lease has the offers before the status.
+        eventually(self.pace.patience, is_shown, || status().to_string());
         let doctor = || Self::ctl(host, "doctor");
         eventually(
             self.pace.patience,

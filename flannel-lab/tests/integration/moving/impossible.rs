@@ -44,8 +44,12 @@ fn wait_for_refusal(cluster: &Cluster, host: &Host, part: &str) {
         },
         || format!("{}: {}\n{}", host.name(), refusal(host), cluster.logs()),
     );
-    let (status, is_ready) = Cluster::ctl(host, "status");
-    assert!(is_ready && status["ready"] == true, "{status}");
+    let is_ready = || {
+        let (status, is_well) = Cluster::ctl(host, "status");
+        is_well && status["ready"] == true
+    };
+    let status = || Cluster::ctl(host, "status").0.to_string();
+    eventually(cluster.patience(), is_ready, status);
 }
 
 fn wait_for_use(cluster: &Cluster, host: &Host) {
