@@ -5,6 +5,8 @@ mod subnet;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use crate::text::{QUOTED, shorten};
+
 pub use subnet::Subnet;
 pub(crate) use subnet::parse_len;
 
@@ -168,7 +170,7 @@ impl FromIterator<Subnet> for Dual<Subnet> {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not {expected}")]
 pub struct ParseError {
-    /// The text.
+    /// The text, at most 120 characters of it: a key in a store may have any length.
     pub text: String,
     /// The expected value, with its article: `an IPv4 subnet such as 10.1.0.0/16`.
     pub expected: String,
@@ -176,6 +178,6 @@ pub struct ParseError {
 
 impl ParseError {
     pub(crate) fn new(text: &str, expected: impl Into<String>) -> Self {
-        Self { text: text.to_owned(), expected: expected.into() }
+        Self { text: shorten(text, QUOTED).into_owned(), expected: expected.into() }
     }
 }

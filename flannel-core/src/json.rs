@@ -6,6 +6,8 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
+use crate::text::{QUOTED, shorten};
+
 /// A field of a JSON object is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("field {field}: {value} is not valid, expected {expected}")]
@@ -20,11 +22,7 @@ pub struct FieldError {
 
 impl FieldError {
     fn new(field: String, value: &dyn fmt::Display, expected: String) -> Self {
-        let mut value = value.to_string();
-        if let Some((end, _)) = value.char_indices().nth(120) {
-            value.truncate(end);
-            value.push('…');
-        }
+        let value = shorten(&value.to_string(), QUOTED).into_owned();
         Self { field, value, expected }
     }
 }

@@ -15,6 +15,7 @@ pub mod status;
 pub mod subnet;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod text;
 
 pub use address::Subnet;
 pub use backend::Backend;

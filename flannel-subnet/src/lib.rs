@@ -23,6 +23,6 @@ pub use manager::{AssignedManager, Identity, LocalManager};
 pub use reflect::Reflector;
 pub use registry::{
     Assign, Batch, ConfigText, DirLocation, DirOptions, DirRegistry, Entry, Event, HolderId,
-    HolderIdError, LeaseGrant, Listing, LocationError, MemoryRegistry, Now, Registry, SkipReason,
-    Skipped, Watch, config_conflict, value_to_write,
+    HolderIdError, LeaseGrant, Listing, LocationError, MOST_SKIPPED, MemoryRegistry, Now, Registry,
+    SkipReason, Skipped, Watch, config_conflict, value_to_write,
 };

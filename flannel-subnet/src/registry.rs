@@ -7,6 +7,7 @@ mod dir;
 mod history;
 mod memory;
 mod metered;
+mod skipped;
 mod values;
 
 use std::fmt;
@@ -20,8 +21,8 @@ pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
 pub use memory::MemoryRegistry;
 pub(crate) use metered::{Metered, unanswered};
 pub use values::{
-    Batch, ConfigText, Entry, Event, HolderId, HolderIdError, LeaseGrant, Listing, Now, SkipReason,
-    Skipped, value_to_write,
+    Batch, ConfigText, Entry, Event, HolderId, HolderIdError, LeaseGrant, Listing, MOST_SKIPPED,
+    Now, SkipReason, Skipped, value_to_write,
 };
 
 /// A store of leases. `Display` is its name, such as `dir:/var/lib/flannel`.

@@ -1,13 +1,14 @@
 //! The keys of the registry, and their values.
 
-use std::fmt::Display;
-
 use etcd_client::KeyValue;
 use flannel_core::address::ParseError;
 use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
 use flannel_core::{Lease, Subnets};
 
 use flannel_subnet::{Entry, HolderId, Now, SkipReason};
+
+/// The largest number of bytes of a key of a lease, without the prefix. Two subnets have 62.
+pub(crate) const LARGEST_NAME: usize = 120;
 
 /// The keys below one prefix.
 #[derive(Debug)]
@@ -41,10 +42,23 @@ impl Keys {
         format!("{}{subnets}", self.leases)
     }
 
-    /// A key without the common prefix.
+    /// The name of a key of a lease.
     pub(crate) fn name(&self, key: &[u8]) -> String {
-        String::from_utf8_lossy(key.strip_prefix(self.leases.as_bytes()).unwrap_or(key))
-            .into_owned()
+        name(&self.leases, key)
+    }
+}
+
+/// A key without this prefix. One that is too long for a lease is cut and ends with `…`, because
+/// the names of skipped keys are kept, and a key may have a megabyte.
+pub(crate) fn name(prefix: &str, key: &[u8]) -> String {
+    let key = key.strip_prefix(prefix.as_bytes()).unwrap_or(key);
+    match key.get(..LARGEST_NAME).filter(|_| key.len() > LARGEST_NAME) {
+        // The last character may be incomplete.
+        Some(first) => {
+            let first = String::from_utf8_lossy(first);
+            format!("{}…", first.trim_end_matches(char::REPLACEMENT_CHARACTER))
+        }
+        None => String::from_utf8_lossy(key).into_owned(),
     }
 }
 
@@ -64,13 +78,22 @@ fn join(prefix: &str, name: &str) -> String {
     format!("{}{}", if rooted { "/" } else { "" }, parts.join("/"))
 }
 
+/// The subnets that a name stands for.
+fn subnets(name: &str) -> Result<Subnets, SkipReason> {
+    if name.len() > LARGEST_NAME {
+        let reason = format!("its name has more than {LARGEST_NAME} bytes");
+        return Err(SkipReason::unreadable(&reason));
+    }
+    name.parse().map_err(|error: ParseError| SkipReason::unreadable(&error))
+}
+
 /// The lease of a key (without the common prefix) and its value, or the reason why there is none.
 pub(crate) fn read(key: &str, kv: &KeyValue) -> Result<Entry, SkipReason> {
-    let unreadable = |reason: &dyn Display| SkipReason::Unreadable(reason.to_string());
-    let subnets: Subnets = key.parse().map_err(|error: ParseError| unreadable(&error))?;
+    let subnets = subnets(key)?;
     TooLarge::check(kv.value().len())?;
-    let value = kv.value_str().map_err(|_| unreadable(&"the value is not UTF-8 text"))?;
-    let attrs = LeaseAttrs::from_json(value).map_err(|error| unreadable(&error))?;
+    let unreadable = || SkipReason::unreadable(&"the value is not UTF-8 text");
+    let value = kv.value_str().map_err(|_| unreadable())?;
+    let attrs = LeaseAttrs::from_json(value).map_err(|error| SkipReason::unreadable(&error))?;
     let (since, revision) = (revision(kv.create_revision()), revision(kv.mod_revision()));
     let holder = (kv.lease() != 0).then(|| HolderId(kv.lease().cast_unsigned()));
     Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }.into(), holder })
@@ -109,6 +132,23 @@ mod tests {
         ] {
             assert_eq!(Keys::new(prefix).config(), config, "{prefix:?}");
         }
+    }
+
+    #[test]
+    fn a_key_that_is_too_long_is_cut_and_refused_before_it_is_parsed() {
+        let keys = Keys::new("/coreos.com/network");
+        for name in ["x".repeat(1_400_000), "é".repeat(700_000), format!("x{}", "é".repeat(100))]
+        {
+            let key = format!("{}{name}", keys.leases());
+            let cut = keys.name(key.as_bytes());
+            assert!(cut.len() <= LARGEST_NAME + 3 && cut.ends_with('…'), "{cut}");
+            assert!(name.starts_with(cut.trim_end_matches('…')), "{cut}");
+            let error = subnets(&cut).unwrap_err().to_string();
+            assert_eq!(error, "its name has more than 120 bytes");
+        }
+        let longest = "255.255.255.254-31&fd00:1111:2222:3333:4444:5555:6666:fffe-127";
+        assert_eq!(keys.name(longest.as_bytes()), longest);
+        assert!(longest.parse::<Subnets>().is_ok() && longest.len() < LARGEST_NAME);
     }
 
     #[test]

@@ -9,11 +9,12 @@ use std::sync::atomic::Ordering;
 use etcd_client::{GetOptions, GetResponse, KeyValue};
 use flannel_core::Result;
 use flannel_core::lease::{Revision, TooLarge};
-use flannel_subnet::{Entry, Listing, SkipReason, Skipped};
+use flannel_subnet::{Entry, Listing, MOST_SKIPPED, SkipReason, Skipped};
 use tonic::Code;
 
 use super::keys::{read, revision};
 use super::store::{LARGEST_ANSWER, Store, kv};
+use crate::client::failure::says;
 
 /// The number of keys in the first page. Its size shows how many keys the next one may have.
 const FIRST_KEYS: usize = 64;
@@ -24,19 +25,31 @@ const STEP: usize = 8;
 /// The largest sum of the values of all leases in a listing, in bytes. 100,000 leases of nodes have
 /// about 40 MB.
 pub(crate) const LARGEST_LISTING: usize = 64 << 20;
-/// The largest number of skipped keys in a listing.
-const MOST_SKIPPED: usize = 65_536;
-/// The largest number of bytes of a key that is not a lease's.
-const LARGEST_NAME: usize = 120;
 /// How often a list begins again because its revision was compacted meanwhile.
 const RESTARTS: u32 = 3;
 
 /// A page that etcd answered, or why it did not.
 enum Page {
     Read(GetResponse),
-    /// The page is larger than [`LARGEST_ANSWER`], or its revision was compacted. etcd uses one
-    /// code for both.
-    OutOfRange,
+    /// It is larger than [`LARGEST_ANSWER`].
+    TooLarge,
+    /// etcd does not have the revision: it was compacted, or is one of a store that was replaced.
+    Forgotten,
+}
+
+/// The content of a page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Content {
+    /// Keys and values.
+    Whole,
+    /// One key, whose value is larger than an answer.
+    Key,
+}
+
+/// A page that could be read.
+struct Part {
+    page: GetResponse,
+    content: Content,
 }
 
 impl Store {
@@ -57,42 +70,15 @@ impl Store {
         Err(self.error(self.keys.leases(), "its revisions are compacted faster than it is listed"))
     }
 
-    /// `None`: the revision was compacted meanwhile.
+    /// `None`: etcd has forgotten the revision meanwhile.
     async fn list_at_one_revision(&self) -> Result<Option<Listing>> {
         let mut leases = Leases::default();
         let mut next = self.keys.leases().as_bytes().to_vec();
         let mut at = 0;
         let mut limit = FIRST_KEYS;
         loop {
-            let mut is_value_read = true;
-            limit = limit.min(self.most_keys.load(Ordering::Relaxed));
-            let page = self.page(&next, at, limit, false).await;
-            let fewer = (limit / STEP).max(1);
-            // A page that etcd cannot send in time may be too large. A small page fails for another
-            // reason, such as an outage, after which the next list need not be slow.
-            let is_too_large = match &page {
-                Ok(Page::Read(_)) => false,
-                Ok(Page::OutOfRange) => true,
-                Err(_) => limit > FIRST_KEYS,
-            };
-            if is_too_large {
-                self.most_keys.store(fewer.max(FIRST_KEYS), Ordering::Relaxed);
-            }
-            let mut page = match page? {
-                Page::Read(page) => page,
-                Page::OutOfRange if limit > 1 => {
-                    limit = fewer;
-                    continue;
-                }
-                // One value is larger than an answer.
-                Page::OutOfRange => match self.page(&next, at, 1, true).await? {
-                    Page::Read(page) => {
-                        is_value_read = false;
-                        page
-                    }
-                    Page::OutOfRange => return Ok(None),
-                },
-            };
+            let part = self.part(&next, at, &mut limit).await?;
+            let Some(Part { mut page, content }) = part else { return Ok(None) };
             if at == 0 {
                 // The headers of later pages have the present revision, not that of the list.
                 at = page.header().map_or(0, etcd_client::ResponseHeader::revision);
@@ -107,11 +93,12 @@ impl Store {
             }
             for kv in kvs {
                 let key = self.keys.name(kv.key());
-                if is_value_read {
-                    leases.take(key, &kv);
-                } else {
-                    let reason = TooLarge { size: LARGEST_ANSWER }.into();
-                    leases.skip(key, reason, revision(kv.mod_revision()));
+                match content {
+                    Content::Whole => leases.take(key, &kv),
+                    Content::Key => {
+                        let reason = TooLarge { size: LARGEST_ANSWER }.into();
+                        leases.skip(key, reason, revision(kv.mod_revision()));
+                    }
                 }
             }
             if !more {
@@ -122,13 +109,43 @@ impl Store {
         }
     }
 
+    /// The page from `first` on at the revision `at`, with at most `limit` keys. The limit falls
+    /// until the page is small enough. `None`: etcd has forgotten the revision.
+    async fn part(&self, first: &[u8], at: i64, limit: &mut usize) -> Result<Option<Part>> {
+        let mut content = Content::Whole;
+        loop {
+            *limit = (*limit).min(self.most_keys.load(Ordering::Relaxed));
+            let page = self.page(first, at, *limit, content).await;
+            let fewer = (*limit / STEP).max(1);
+            // A page that etcd cannot send in time may be too large. A small page fails for another
+            // reason, such as an outage, after which the next list need not be slow.
+            let is_too_large = match &page {
+                Ok(Page::Read(_) | Page::Forgotten) => false,
+                Ok(Page::TooLarge) => true,
+                Err(_) => *limit > FIRST_KEYS,
+            };
+            if is_too_large {
+                self.most_keys.store(fewer.max(FIRST_KEYS), Ordering::Relaxed);
+            }
+            match page? {
+                Page::Read(page) => return Ok(Some(Part { page, content })),
+                Page::Forgotten => return Ok(None),
+                Page::TooLarge if content == Content::Key => {
+                    return Err(self.error(self.keys.leases(), "a key is larger than an answer"));
+                }
+                Page::TooLarge if *limit == 1 => content = Content::Key,
+                Page::TooLarge => *limit = fewer,
+            }
+        }
+    }
+
     /// At most `limit` keys from `first` on, at the revision `at` (0: the present one).
-    async fn page(&self, first: &[u8], at: i64, limit: usize, keys_only: bool) -> Result<Page> {
+    async fn page(&self, first: &[u8], at: i64, limit: usize, content: Content) -> Result<Page> {
         let mut options = GetOptions::new()
             .with_range(self.keys.end_of_leases())
             .with_limit(limit.try_into().unwrap_or(i64::MAX))
             .with_revision(at);
-        if keys_only {
+        if content == Content::Key {
             options = options.with_keys_only();
         }
         let answer = self.attempts.ask(self.keys.leases(), |connection| {
@@ -136,7 +153,8 @@ impl Store {
             let options = options.clone();
             async move {
                 match kv(&connection).get(first, Some(options)).await {
-                    Err(error) if is_out_of_range(&error) => Ok(Page::OutOfRange),
+                    Err(error) if is_too_large(&error) => Ok(Page::TooLarge),
+                    Err(error) if is_forgotten(&error) => Ok(Page::Forgotten),
                     answer => Ok(Page::Read(answer?)),
                 }
             }
@@ -145,9 +163,22 @@ impl Store {
     }
 }
 
-/// Whether an answer is larger than [`LARGEST_ANSWER`], or its revision was compacted.
-pub(crate) fn is_out_of_range(error: &etcd_client::Error) -> bool {
+/// The begin of etcd's messages about a revision that it does not have. Its code is that of an
+/// answer that is too large.
+const NO_REVISION: &str = "etcdserver: mvcc: required revision";
+
+fn is_out_of_range(error: &etcd_client::Error) -> bool {
     matches!(error, etcd_client::Error::GRpcStatus(status) if status.code() == Code::OutOfRange)
+}
+
+/// Whether etcd does not have the revision that was asked for.
+fn is_forgotten(error: &etcd_client::Error) -> bool {
+    is_out_of_range(error) && says(error, NO_REVISION)
+}
+
+/// Whether an answer is larger than [`LARGEST_ANSWER`].
+pub(crate) fn is_too_large(error: &etcd_client::Error) -> bool {
+    is_out_of_range(error) && !says(error, NO_REVISION)
 }
 
 /// The leases of the pages so far.
@@ -190,15 +221,10 @@ impl Leases {
         }
     }
 
-    fn skip(&mut self, mut key: String, reason: SkipReason, revision: Revision) {
+    fn skip(&mut self, key: String, reason: SkipReason, revision: Revision) {
         if self.skipped.len() == MOST_SKIPPED {
             self.more += 1;
             return;
-        }
-        if key.len() > LARGEST_NAME {
-            let end = (0..=LARGEST_NAME).rev().find(|end| key.is_char_boundary(*end));
-            key.truncate(end.unwrap_or_default());
-            key.push('…');
         }
         self.skipped.push(Skipped { key, reason, revision });
     }
@@ -290,15 +316,14 @@ mod tests {
     }
 
     #[test]
-    fn the_names_of_skipped_keys_are_bounded() {
+    fn the_number_of_skipped_keys_is_bounded() {
         let mut leases = Leases::default();
         for _ in 0..MOST_SKIPPED + 3 {
             let reason = SkipReason::Unreadable("no lease".into());
-            leases.skip("é".repeat(600_000 / MOST_SKIPPED * 10), reason, Revision(1));
+            leases.skip("lock".into(), reason, Revision(1));
         }
         let listing = leases.into_listing(Revision(1));
         assert_eq!(listing.skipped.len(), MOST_SKIPPED + 1);
-        assert!(listing.skipped.iter().all(|skipped| skipped.key.len() <= LARGEST_NAME + 3));
         assert_eq!(listing.skipped[MOST_SKIPPED].key, "(3 more keys)");
     }
 }

@@ -10,7 +10,7 @@ use flannel_subnet::{Entry, LeaseGrant, value_to_write};
 use crate::client::attempts::Answer;
 use crate::client::failure::{self, Failure};
 use crate::registry::keys::revision;
-use crate::registry::pages::is_out_of_range;
+use crate::registry::pages::is_too_large;
 use crate::registry::store::{Store, kv};
 
 /// Keys that a transaction read.
@@ -51,7 +51,7 @@ impl Store {
                         return Ok(Outcome::NoLease);
                     }
                     // Only the other keys can be as large.
-                    Err(error) if is_out_of_range(&error) => {
+                    Err(error) if is_too_large(&error) => {
                         let at = Revision::default();
                         return Ok(Outcome::Differs(Keys { kvs: Vec::new(), at, are_all: false }));
                     }

@@ -4,11 +4,11 @@ use async_trait::async_trait;
 use etcd_client::{EventType, WatchOptions, WatchResponse, WatchStream};
 use flannel_core::lease::{LARGEST_VALUE, Revision};
 use flannel_core::{Error, Result};
-use flannel_subnet::{Batch, Event, Watch};
+use flannel_subnet::{Batch, Event, MOST_SKIPPED, Now, Watch};
 
 use crate::client::attempts::Attempts;
 use crate::client::failure::Failure;
-use crate::registry::keys::{now, revision};
+use crate::registry::keys::{name, now, revision};
 use crate::registry::pages::LARGEST_LISTING;
 use crate::registry::store::LARGEST_ANSWER;
 
@@ -21,8 +21,36 @@ pub(crate) struct EtcdWatch {
     after: Revision,
     /// etcd does not know all changes after `after`.
     gap: bool,
-    /// The sum of the values of leases so far, in bytes.
+    /// The values since the list.
+    volume: Volume,
+}
+
+/// What a watch has received. Only a list bounds the memory for all leases and all skipped keys, so
+/// a watch ends when it has received as much as a list may have.
+#[derive(Debug, Default)]
+struct Volume {
+    /// The sum of the values that may be leases, in bytes.
     bytes: usize,
+    /// The number of values that are skipped.
+    skipped: usize,
+}
+
+impl Volume {
+    /// Adds the values of an answer.
+    fn add(&mut self, response: &WatchResponse) {
+        let values = response.events().iter().filter_map(|event| Some(event.kv()?.value().len()));
+        self.bytes += values.filter(|size| *size <= LARGEST_VALUE).sum::<usize>();
+    }
+
+    /// Adds the skipped keys of a batch.
+    fn add_skipped(&mut self, batch: &Batch) {
+        let is_skipped = |event: &&Event| matches!(event.now, Now::Unreadable(_));
+        self.skipped += batch.events.iter().filter(is_skipped).count();
+    }
+
+    fn is_full(&self) -> bool {
+        self.bytes > LARGEST_LISTING || self.skipped > MOST_SKIPPED
+    }
 }
 
 impl EtcdWatch {
@@ -64,7 +92,7 @@ impl EtcdWatch {
             endpoint: attempts.endpoint(),
             after,
             gap,
-            bytes: 0,
+            volume: Volume::default(),
         })
     }
 
@@ -90,8 +118,7 @@ impl EtcdWatch {
             .max();
         let events = response.events().iter().filter_map(|event| {
             let kv = event.kv()?;
-            let key = String::from_utf8_lossy(kv.key());
-            let key = key.strip_prefix(&self.prefix).unwrap_or(&key).to_owned();
+            let key = name(&self.prefix, kv.key());
             let kept = (event.event_type() == EventType::Put).then_some(kv);
             Some(Event { now: now(&key, kept), key })
         });
@@ -122,10 +149,9 @@ impl Watch for EtcdWatch {
             Ok(None) => return Err(self.error("it ended the watch")),
             Err(error) => return Err(self.error(Failure::from(error).text)),
         };
-        let values = response.events().iter().filter_map(|event| Some(event.kv()?.value().len()));
-        self.bytes += values.filter(|size| *size <= LARGEST_VALUE).sum::<usize>();
-        // Only a list bounds the memory for all leases.
-        let batch = self.batch(&response).filter(|_| self.bytes <= LARGEST_LISTING);
+        self.volume.add(&response);
+        let batch = self.batch(&response).inspect(|batch| self.volume.add_skipped(batch));
+        let batch = batch.filter(|_| !self.volume.is_full());
         match &batch {
             Some(batch) => self.after = self.after.max(batch.revision),
             None => self.gap = true,

@@ -6,6 +6,7 @@
 mod certificates;
 mod leases;
 mod outages;
+mod pages;
 mod proxy;
 mod security;
 mod server;

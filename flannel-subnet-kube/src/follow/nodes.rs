@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use flannel_core::address::Family;
 use flannel_core::lease::LeaseSet;
+use flannel_core::text::{REASON, shorten};
 use flannel_core::{Lease, Subnets};
 use tokio::time::Instant;
 
@@ -135,6 +136,8 @@ impl Nodes {
             }
             None => drop(self.wiped.remove(name)),
         }
+        // A reason quotes annotations, of which a node may have a megabyte.
+        wrong.iter_mut().for_each(|why| *why = shorten(why, REASON).into_owned());
         let known = Known { fingerprint, lease, list: self.list };
         self.known.insert(name.into(), known);
         match wrong.is_empty() {
@@ -352,6 +355,22 @@ mod tests {
         put(&mut nodes, &own(&text));
         put(&mut nodes, &own(&wiped));
         assert_eq!((held(&nodes), nodes.next_end()), (String::new(), None));
+    }
+
+    #[test]
+    fn the_reasons_of_a_node_are_bounded_whatever_it_has() {
+        let long = "é".repeat(100_000);
+        let text = node("a", "10.1.1.0/24", 1, "192.0.2.1");
+        for wrong in [
+            text.replace("10.1.1.0/24", &long),
+            text.replace("\"10.1.1.0/24\"", &format!("{{\"{long}\":1}}")),
+            text.replace("192.0.2.1", &long),
+        ] {
+            let mut nodes = nodes();
+            put(&mut nodes, &wrong);
+            let wrong = nodes.wrong();
+            assert!(wrong.len() == 1 && wrong[0].1.chars().count() <= REASON + 1, "{wrong:?}");
+        }
     }
 
     #[test]

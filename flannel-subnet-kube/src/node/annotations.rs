@@ -10,6 +10,7 @@ use std::net::IpAddr;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::text::{QUOTED, shorten};
 
 use super::prefix::Prefix;
 
@@ -183,7 +184,7 @@ pub(crate) fn read(
         let text = Some(text(name).trim_ascii())
             .filter(|text| enabled(family) && !["", "null"].contains(text))?;
         if serde_json::from_str::<serde::de::IgnoredAny>(text).is_err() {
-            wrong.push(format!("annotation {prefix}{name}: {} is not JSON", shorten(text)));
+            wrong.push(format!("annotation {prefix}{name}: {} is not JSON", quote(text)));
             return None;
         }
         Some(flannel_core::json::compact(text).into_boxed_str())
@@ -216,7 +217,7 @@ pub(crate) fn address(
     let Some(text) = values.get(name).filter(|text| !text.is_empty()) else { return Ok(None) };
     let address = parse(text, family).ok_or_else(|| {
         let expected = names(family).expected;
-        format!("annotation {prefix}{name}: {} is not valid, expected {expected}", shorten(text))
+        format!("annotation {prefix}{name}: {} is not valid, expected {expected}", quote(text))
     })?;
     Ok(Some(address).filter(|address| !address.is_unspecified()))
 }
@@ -237,11 +238,8 @@ pub(crate) fn wrong_overwrites(
 }
 
 /// Quotes a text for an error message.
-fn shorten(text: &str) -> String {
-    match text.char_indices().nth(120) {
-        Some((end, _)) => format!("{:?}…", &text[..end]),
-        None => format!("{text:?}"),
-    }
+fn quote(text: &str) -> String {
+    format!("{:?}", shorten(text, QUOTED))
 }
 
 /// Borrows the common names, which thousands of leases share.

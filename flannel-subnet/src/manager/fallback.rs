@@ -78,7 +78,7 @@ impl Fallback {
 
     /// The content of the cache, until the store has answered.
     fn cached(&self) -> Option<&Saved> {
-        self.loaded.as_ref().filter(|_| self.store.status().confirmed.is_none())
+        self.loaded.as_ref().filter(|_| !self.store.has_answered())
     }
 
     /// The own lease from the cache and its end, if it has not ended.

@@ -1,6 +1,5 @@
 //! A registry that counts the requests to another one, with its failures and skipped keys.
 
-use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -10,15 +9,13 @@ use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::subnet::StoreStatus;
 use flannel_core::{Error, Result, Subnets};
 
-use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Now, Registry, Watch};
+use super::skipped::SkippedKeys;
+use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
 use crate::clock::Clock;
 use crate::runtime::lock;
 
 /// The call whose failure counter includes failed watches.
 const WATCH: &str = "watch";
-/// The largest number of newly skipped keys that have a line each in the log. The others share a
-/// line.
-const LINES: usize = 5;
 
 #[derive(Debug)]
 pub(crate) struct Metered {
@@ -28,18 +25,30 @@ pub(crate) struct Metered {
 
 #[derive(Debug)]
 struct StoreStats {
+    store: String,
+    /// All but the skipped keys.
     status: Mutex<StoreStatus>,
+    skipped: Mutex<SkippedKeys>,
     clock: Arc<dyn Clock>,
 }
 
 impl Metered {
     pub(crate) fn new(registry: Arc<dyn Registry>, clock: Arc<dyn Clock>) -> Self {
-        let status = StoreStatus { store: registry.to_string(), ..StoreStatus::default() };
-        Self { registry, stats: Arc::new(StoreStats { status: Mutex::new(status), clock }) }
+        let store = registry.to_string();
+        let stats =
+            StoreStats { store, status: Mutex::default(), skipped: Mutex::default(), clock };
+        Self { registry, stats: Arc::new(stats) }
+    }
+
+    /// The store has answered a request.
+    pub(crate) fn has_answered(&self) -> bool {
+        lock(&self.stats.status).confirmed.is_some()
     }
 
     pub(crate) fn status(&self) -> StoreStatus {
         let mut status = lock(&self.stats.status).clone();
+        status.store.clone_from(&self.stats.store);
+        status.skipped = lock(&self.stats.skipped).all();
         if let Some(trouble) = self.registry.trouble() {
             status.last_error = Some((trouble, self.stats.clock.wall()));
         }
@@ -79,34 +88,12 @@ impl StoreStats {
         status.last_error = None;
     }
 
-    /// Replaces the skipped keys, and logs the new ones.
-    fn skip_all(&self, now: Vec<(String, String)>) {
-        let mut status = lock(&self.status);
-        let known: HashSet<_> = std::mem::take(&mut status.skipped).into_iter().collect();
-        let mut new = now.iter().filter(|skipped| !known.contains(*skipped));
-        for (key, reason) in new.by_ref().take(LINES) {
-            tracing::warn!(store = %status.store, %key, %reason, "a key of the store is skipped");
-        }
-        let more = new.count();
-        if more > 0 {
-            tracing::warn!(more, store = %status.store, "more keys of the store are skipped");
-        }
-        status.skipped = now;
-    }
-
-    fn skip_listed(&self, Listing { skipped, .. }: &Listing) {
-        self.skip_all(skipped.iter().map(|s| (s.key.clone(), s.reason.to_string())).collect());
+    fn skip_listed(&self, listing: &Listing) {
+        lock(&self.skipped).replace(&self.store, listing);
     }
 
     fn skip_changed(&self, batch: &Batch) {
-        let mut skipped = lock(&self.status).skipped.clone();
-        for event in &batch.events {
-            skipped.retain(|(key, _)| *key != event.key);
-            if let Now::Unreadable(reason) = &event.now {
-                skipped.push((event.key.clone(), reason.to_string()));
-            }
-        }
-        self.skip_all(skipped);
+        lock(&self.skipped).change(&self.store, batch, self.clock.boottime());
     }
 }
 

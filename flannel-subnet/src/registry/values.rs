@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
+use flannel_core::text::{REASON, shorten};
 use flannel_core::{Error, Lease, Result, Subnets};
 
 /// The ID of a holder of leases. Nodes with one public address have different IDs.
@@ -93,7 +94,16 @@ pub enum SkipReason {
     },
 }
 
+/// The largest number of skipped keys that a node knows by name. Others are only counted.
+pub const MOST_SKIPPED: usize = 65_536;
+
 impl SkipReason {
+    /// The value is not a lease, for this reason. A long reason is cut: it may quote what another
+    /// party wrote, and nodes keep one for each skipped key.
+    pub fn unreadable(reason: &dyn fmt::Display) -> Self {
+        Self::Unreadable(shorten(&reason.to_string(), REASON).into_owned())
+    }
+
     /// Whether the last readable value of the key is still used.
     pub fn keeps_last(&self) -> bool {
         matches!(self, Self::Unreadable(_))
@@ -196,6 +206,23 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn the_reason_for_a_skipped_key_is_bounded_whatever_it_quotes() {
+        for text in ["é".repeat(400_000), "\u{7f}".repeat(400_000)] {
+            let error = text.parse::<Subnets>().unwrap_err();
+            assert!(error.text.chars().count() <= 121, "{error}");
+            let of_key = SkipReason::unreadable(&error);
+            let value = format!(r#"{{"PublicIP":"{}"}}"#, "é".repeat(8_000));
+            let of_value = SkipReason::unreadable(&LeaseAttrs::from_json(&value).unwrap_err());
+            let of_text = SkipReason::unreadable(&text);
+            for reason in [of_key, of_value, of_text] {
+                let shown = reason.to_string();
+                assert!(shown.chars().count() <= REASON + 1, "{shown}");
+            }
+        }
+        assert_eq!(SkipReason::unreadable(&"no lease").to_string(), "no lease");
     }
 
     #[test]

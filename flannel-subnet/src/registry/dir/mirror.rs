@@ -275,7 +275,7 @@ impl Mirror {
                 self.good.insert(file.lease.subnets, file);
             }
             Err(reason) => {
-                drop(self.bad.insert(name.to_owned(), SkipReason::Unreadable(reason)));
+                drop(self.bad.insert(name.to_owned(), SkipReason::unreadable(&reason)));
             }
         }
         let Ok(subnets) = name.parse::<Subnets>() else { return };
@@ -297,6 +297,6 @@ fn read(path: &Path) -> Found {
         Ok(Ok((text, modified))) => Found::Text(text, modified),
         Ok(Err(too_large)) => Found::Unreadable(too_large.into()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Found::Gone,
-        Err(error) => Found::Unreadable(SkipReason::Unreadable(error.to_string())),
+        Err(error) => Found::Unreadable(SkipReason::unreadable(&error)),
     }
 }

@@ -42,10 +42,10 @@ struct Holder {
 /// The subnets and attributes of a key and its value.
 fn read(key: &str, value: &str) -> Result<(Subnets, LeaseAttrs), SkipReason> {
     let subnets = key.parse();
-    let subnets = subnets.map_err(|error: ParseError| SkipReason::Unreadable(error.to_string()))?;
+    let subnets = subnets.map_err(|error: ParseError| SkipReason::unreadable(&error))?;
     TooLarge::check(value.len())?;
     let attrs = LeaseAttrs::from_json(value);
-    Ok((subnets, attrs.map_err(|error| SkipReason::Unreadable(error.to_string()))?))
+    Ok((subnets, attrs.map_err(|error| SkipReason::unreadable(&error))?))
 }
 
 impl State {

@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use flannel_backends::Backends;
 use flannel_core::address::Family;
 use flannel_core::json::{FieldError, Fields, compact};
+use flannel_core::text::shorten;
 use flannel_core::{Backend, Config, Subnet};
 use flannel_options::nearest;
 use serde_json::Value;
@@ -203,11 +204,7 @@ fn is_comment(name: &str) -> bool {
 
 /// A value for a message, in one line and at most 60 characters of it.
 fn shown(value: &RawValue) -> String {
-    let value = compact(value.get());
-    match value.char_indices().nth(60) {
-        Some((end, _)) => format!("{}…", &value[..end]),
-        None => value,
-    }
+    shorten(&compact(value.get()), 60).into_owned()
 }
 
 #[cfg(test)]

@@ -1,0 +1,25 @@
+//! Texts for messages.
+
+use std::borrow::Cow;
+
+/// The number of characters of a value in a message that is longer.
+pub const QUOTED: usize = 120;
+
+/// The number of characters of a reason that is longer: it may quote several values.
+pub const REASON: usize = 480;
+
+/// The first `most` characters of a text, and `…` if it has more. Another party may have written
+/// the text, so that it has any size.
+///
+/// ```
+/// use flannel_core::text::shorten;
+///
+/// assert_eq!(shorten("10.1.5.0-24", 120), "10.1.5.0-24");
+/// assert_eq!(shorten("ééé", 2), "éé…");
+/// ```
+pub fn shorten(text: &str, most: usize) -> Cow<'_, str> {
+    match text.char_indices().nth(most) {
+        Some((end, _)) => format!("{}…", &text[..end]).into(),
+        None => text.into(),
+    }
+}
