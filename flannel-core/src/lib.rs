@@ -2,6 +2,7 @@
 
 pub mod address;
 pub mod backend;
+pub mod backoff;
 pub mod config;
 pub mod error;
 pub mod json;

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use etcd_client::{Compare, CompareOp, GetOptions, TxnOp, WatchOptions};
+use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Result, Subnets};
 use flannel_subnet::{
@@ -32,7 +33,9 @@ use crate::options::EtcdOptions;
 /// - **Endpoints**: one connection at a time, to an endpoint chosen at random and kept while it
 ///   answers. A request without an answer is repeated at the next endpoint, with growing random
 ///   pauses, for [`EtcdOptions::patience`]. So a failed leader or endpoint delays a request, but
-///   does not fail it.
+///   does not fail it. During an outage that has lasted longer, a request asks each endpoint once,
+///   and lists are repeated after pauses that grow to two minutes, so that the nodes of a cluster
+///   do not return together. After a short outage they return within about its length.
 /// - **Dead connections** are noticed within 10 s while a request waits.
 /// - **TLS** 1.2 or newer if an endpoint begins with `https://`. Changed files are read again at
 ///   the next request.
@@ -209,6 +212,10 @@ impl Registry for EtcdRegistry {
 
     fn trouble(&self) -> Option<String> {
         self.0.attempts.trouble()
+    }
+
+    fn failure_pauses(&self) -> FailurePauses {
+        FailurePauses::of_shared_server()
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {

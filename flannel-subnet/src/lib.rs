@@ -1,7 +1,6 @@
 #![doc = include_str!("../README.md")]
 
 mod allocate;
-mod backoff;
 mod clock;
 mod files;
 mod manager;
@@ -12,13 +11,13 @@ mod runtime;
 pub mod testing;
 
 pub use allocate::allocate;
-pub use backoff::Backoff;
 pub use clock::{Clock, SystemClock};
 pub use files::atomic::{remove_temporary_files, replace_file};
 pub use files::cache::{BootTime, Cache, CacheError, Saved};
 pub use files::lock::FileLock;
 pub use files::own::read_own_file;
 pub use files::subnet_env::{SubnetEnv, SubnetEnvError};
+pub use flannel_core::backoff::Backoff;
 pub use manager::{AssignedManager, Identity, LocalManager};
 pub use reflect::Reflector;
 pub use registry::{

@@ -7,11 +7,11 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use flannel_core::backoff::Backoff;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
 
-use crate::backoff::Backoff;
 use crate::registry::{Batch, Listing, Now, Registry};
 use crate::runtime::{Task, lock};
 
@@ -82,11 +82,14 @@ impl Reflector {
 
 async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
+    let mut failures = registry.failure_pauses();
     // Leases of an earlier run are treated like those of a lost store.
     let mut lost = matches!(shared.views.borrow().origin, Origin::Cached { written: Some(_) });
     let (mut logged, mut refused) = (false, false);
     loop {
-        if let Err(error) = list_and_watch(&*registry, &shared, &mut backoff, &mut lost).await {
+        let pause = if let Err(error) =
+            list_and_watch(&*registry, &shared, &mut backoff, &mut lost).await
+        {
             if !lost {
                 (logged, refused) = (false, false);
             }
@@ -102,10 +105,12 @@ async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
                     "store lost, the last leases stay in use"
                 );
             }
+            failures.pause()
         } else {
             tracing::debug!(store = %registry, "changes were missed, listing again");
-        }
-        tokio::time::sleep(backoff.pause()).await;
+            backoff.pause()
+        };
+        tokio::time::sleep(pause).await;
     }
 }
 

@@ -14,6 +14,7 @@ use std::fmt;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Result, Subnets};
 
@@ -169,6 +170,12 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// The reason why a request is being repeated at present; `None`: none is.
     fn trouble(&self) -> Option<String> {
         None
+    }
+
+    /// The pauses after which failed lists and watches are repeated. By default those of a store of
+    /// this machine. A server that many nodes share needs longer ones.
+    fn failure_pauses(&self) -> FailurePauses {
+        FailurePauses::of_local_store()
     }
 
     /// The changes after the revision `after` of a [`list`](Self::list), without a gap.

@@ -22,13 +22,27 @@ pub(crate) struct Answer<T> {
 /// Repeats requests.
 pub(crate) struct Attempts {
     connections: Connections,
-    /// The reason why no endpoint answers; `None` after an answer.
-    failure: Mutex<Option<String>>,
+    /// `None` after an answer.
+    trouble: Mutex<Option<Trouble>>,
 }
+
+/// No endpoint answers.
+struct Trouble {
+    since: Instant,
+    reason: String,
+}
+
+/// The first pause between two attempts of a request, and the longest one. After a short outage, in
+/// which requests are repeated, nodes come back within about its length.
+const FIRST: Duration = Duration::from_millis(50);
+const LONGEST: Duration = Duration::from_secs(10);
+/// The longest one while an endpoint closes connections: it is there, and perhaps refuses this node
+/// with an alert that only some attempts can read.
+const LONGEST_OF_CLOSED: Duration = Duration::from_secs(1);
 
 impl Attempts {
     pub(crate) fn new(connections: Connections) -> Self {
-        Self { connections, failure: Mutex::default() }
+        Self { connections, trouble: Mutex::default() }
     }
 
     pub(crate) fn options(&self) -> &EtcdOptions {
@@ -42,15 +56,30 @@ impl Attempts {
 
     /// The reason why no endpoint answers at present.
     pub(crate) fn trouble(&self) -> Option<String> {
-        self.note().clone()
+        self.note().as_ref().map(|trouble| trouble.reason.clone())
     }
 
-    fn note(&self) -> MutexGuard<'_, Option<String>> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    fn note(&self) -> MutexGuard<'_, Option<Trouble>> {
+        self.trouble.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that no endpoint answers.
+    fn note_trouble(&self, reason: String) {
+        let mut trouble = self.note();
+        let since = trouble.as_ref().map_or_else(Instant::now, |known| known.since);
+        *trouble = Some(Trouble { since, reason });
+    }
+
+    /// No endpoint has answered any request for longer than [`EtcdOptions::patience`].
+    fn is_outage(&self) -> bool {
+        let patience = self.options().patience;
+        self.note().as_ref().is_some_and(|trouble| trouble.since.elapsed() >= patience)
     }
 
     /// Sends a request about `key` until it is answered, no endpoint can answer it, or
-    /// [`EtcdOptions::patience`] is over.
+    /// [`EtcdOptions::patience`] is over. During an outage that has lasted longer, each endpoint is
+    /// asked once: the callers pause for a longer time, so that the nodes of a cluster do not
+    /// return together.
     pub(crate) async fn ask<T, F>(
         &self,
         key: &str,
@@ -61,7 +90,8 @@ impl Attempts {
     {
         let connections = &self.connections;
         let begin = Instant::now();
-        let mut backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
+        let mut backoff = Backoff::new(FIRST, LONGEST);
+        let mut closed = Backoff::new(FIRST, LONGEST_OF_CLOSED);
         let mut failures: Vec<Option<Failure>> = vec![None; connections.len()];
         for attempt in 0.. {
             let place = connections.current();
@@ -88,12 +118,20 @@ impl Attempts {
                     == failures.len();
             // Every endpoint is tried before the first pause, and before giving up.
             let all_asked = failures.iter().all(Option::is_some);
-            if hopeless || (all_asked && begin.elapsed() >= self.options().patience) {
+            if all_asked && !hopeless {
+                self.note_trouble(format!("etcd: {key}: {}", self.each(&failures)));
+            }
+            // An endpoint that wants a new connection is there.
+            let is_absent = failures.iter().flatten().all(|f| f.retry == Retry::Later);
+            let is_over =
+                begin.elapsed() >= self.options().patience || (is_absent && self.is_outage());
+            if hopeless || (all_asked && is_over) {
                 return Err(self.give_up(key, &failures, hopeless));
             }
             if all_asked {
-                *self.note() = Some(format!("etcd: {key}: {}", self.each(&failures)));
-                tokio::time::sleep(backoff.pause()).await;
+                let is_closed = failures.iter().flatten().any(Failure::is_hanging_up);
+                let pause = if is_closed { closed.pause() } else { backoff.pause() };
+                tokio::time::sleep(pause).await;
             }
         }
         unreachable!("the number of attempts is not limited")

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use flannel_core::lease::Origin;
@@ -56,6 +57,42 @@ async fn the_reason_for_a_missing_answer_is_known_before_the_request_fails() {
     let error = within(20, "an answer", asking).await.unwrap().unwrap_err();
     assert!(matches!(error, Error::NoConfig { .. }), "{error}");
     assert_eq!(manager.store_status().last_error, None);
+}
+
+/// The callers pause between requests, longer and longer.
+#[tokio::test]
+async fn during_an_outage_a_request_asks_each_endpoint_once() {
+    let mut etcd = Etcd::start().await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let asked = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&asked);
+    let dead = tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            counted.fetch_add(1, Ordering::Relaxed);
+            drop(stream);
+        }
+    });
+    etcd.kill();
+    let endpoints = [endpoint, etcd.endpoint.clone()];
+    let options = EtcdOptions { patience: Duration::from_secs(2), ..options(&endpoints) };
+    let registry = EtcdRegistry::new(options).unwrap();
+    let mut counts = Vec::new();
+    for _ in 0..3 {
+        asked.store(0, Ordering::Relaxed);
+        assert!(matches!(registry.list().await, Err(Error::Store { .. })));
+        counts.push(asked.load(Ordering::Relaxed));
+    }
+    assert!(counts[0] > 3 && counts[1..] == [1, 1], "{counts:?}");
+    // After an answer, requests are repeated again.
+    etcd.go();
+    etcd.ready().await;
+    until(20, "an answer", || async { registry.list().await.is_ok() }).await;
+    etcd.kill();
+    asked.store(0, Ordering::Relaxed);
+    assert!(matches!(registry.list().await, Err(Error::Store { .. })));
+    assert!(asked.load(Ordering::Relaxed) > 3, "{asked:?}");
+    dead.abort();
 }
 
 #[tokio::test]
@@ -373,7 +410,7 @@ async fn a_killed_leader_delays_requests_but_fails_none() {
     for registry in &registries {
         peers.push(Peer::of(registry).await);
     }
-    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let stop = Arc::new(AtomicBool::new(false));
     let mut tasks = tokio::task::JoinSet::new();
     for (n, registry) in registries.iter().enumerate() {
         let (registry, stop) = (registry.clone(), Arc::clone(&stop));
@@ -391,7 +428,7 @@ async fn a_killed_leader_delays_requests_but_fails_none() {
                 } else {
                     done.push(text);
                 }
-                if stop.load(std::sync::atomic::Ordering::Relaxed) || round >= 240 {
+                if stop.load(Ordering::Relaxed) || round >= 240 {
                     return done;
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
@@ -407,7 +444,7 @@ async fn a_killed_leader_delays_requests_but_fails_none() {
     let more = || async { registries[0].list().await.unwrap().entries.len() > before + 20 };
     until(30, "leases are made without the leader", more).await;
     members[first].go();
-    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    stop.store(true, Ordering::Relaxed);
     let mut expected: Vec<_> = within(60, "all requests", tasks.join_all()).await.concat();
     expected.sort_by_key(|text| key(text));
     let expected: Vec<_> = expected.iter().map(String::as_str).collect();

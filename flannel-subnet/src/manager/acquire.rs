@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::address::Dual;
+use flannel_core::backoff::Backoff;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Config, Error, Lease, Result, Subnet, Subnets};
@@ -13,7 +14,6 @@ use super::hold::is_blank;
 use super::holding::{HeldLease, LeaseTerm};
 use super::listing::{earlier, fits, occupied, own_entry, unfit};
 use crate::allocate::allocate;
-use crate::backoff::Backoff;
 use crate::files::cache::SavedEnd;
 use crate::registry::{Entry, LeaseGrant, Listing, Registry};
 use crate::runtime::lock;

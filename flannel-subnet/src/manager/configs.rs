@@ -3,9 +3,9 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
+use flannel_core::backoff::Backoff;
 use flannel_core::{Config, Error, Result};
 
-use crate::backoff::Backoff;
 use crate::registry::{ConfigText, Registry};
 use crate::runtime::lock;
 

@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use flannel_core::backoff::Backoff;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
 use flannel_core::subnet::LeaseEnd;
@@ -14,7 +15,6 @@ use tokio::sync::watch;
 use super::LocalManager;
 use super::holding::{HeldLease, LeaseTerm, State};
 use super::listing::as_stored;
-use crate::backoff::Backoff;
 use crate::registry::{Entry, Registry, Skipped};
 use crate::runtime::{lock, or_never};
 

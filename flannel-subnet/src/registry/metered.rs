@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::subnet::StoreStatus;
 use flannel_core::{Error, Result, Subnets};
@@ -180,6 +181,10 @@ impl Registry for Metered {
 
     async fn remaining(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
         self.stats.request("get", self.registry.remaining(subnets, holder).await)
+    }
+
+    fn failure_pauses(&self) -> FailurePauses {
+        self.registry.failure_pauses()
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {

@@ -1,17 +1,19 @@
 //! The requests that a manager makes.
 
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, Lease, Result, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
     Batch, Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, Listing, LocalManager,
-    MemoryRegistry, Registry, Watch,
+    MemoryRegistry, Reflector, Registry, Watch,
 };
 use mockall::mock;
 
@@ -50,6 +52,7 @@ mock! {
         async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
         async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>>;
         fn trouble(&self) -> Option<String>;
+        fn failure_pauses(&self) -> FailurePauses;
     }
 }
 
@@ -71,6 +74,7 @@ fn entry(holder: Option<u64>) -> Entry {
 fn store(entries: Vec<Entry>) -> MockStore {
     let mut store = MockStore::new();
     store.expect_fmt().returning(|f| f.write_str("mock"));
+    store.expect_failure_pauses().returning(FailurePauses::of_local_store);
     store.expect_config().times(1).returning(|| {
         Ok(ConfigText { location: "config".into(), text: r#"{"Network":"10.1.0.0/16"}"#.into() })
     });
@@ -184,11 +188,12 @@ impl Watch for Silence {
 
 /// Holds the lease of `entry(Some(1))` on a store whose list once returned only `listed`.
 async fn hold(mut store: MockStore, listed: Vec<Entry>) -> LeaseEnd {
+    store.expect_watch().times(1).returning(|_| Ok(Box::new(Silence)));
+    store.expect_failure_pauses().returning(FailurePauses::of_local_store);
     store.expect_fmt().returning(|f| f.write_str("mock"));
     store.expect_list().times(1).returning(move || {
         Ok(Listing { entries: listed.clone(), revision: Revision(9), ..Listing::default() })
     });
-    store.expect_watch().times(1).returning(|_| Ok(Box::new(Silence)));
     let clock = TokioClock::new();
     let identity = Identity { holder: HolderId(1), previous: None, local_addresses: Vec::new() };
     let held = Lease { expires: Some(clock.wall()), ..Lease::clone(&entry(Some(1)).lease) };
@@ -263,4 +268,26 @@ async fn a_refusal_confirms_nothing_and_the_cache_answers() {
     assert!(status.last_error.unwrap().0.contains("has expired"));
     assert_eq!(after.hints().await.unwrap().previous, Some(lease.subnets));
     assert_eq!(after.acquire_lease(&lease.attrs).await.unwrap().subnets, lease.subnets);
+}
+
+/// Thousands of nodes ask a server that they share.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_is_listed_after_its_own_pauses() {
+    let local: fn() -> FailurePauses = FailurePauses::of_local_store;
+    for (pauses, lists) in [(local, 100..300), (FailurePauses::of_shared_server, 8..17)] {
+        let requests = Arc::new(AtomicUsize::new(0));
+        let mut store = MockStore::new();
+        store.expect_fmt().returning(|f| f.write_str("mock"));
+        store.expect_failure_pauses().returning(pauses);
+        let counted = Arc::clone(&requests);
+        store.expect_list().returning(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            Err(Error::Store { store: "mock".into(), source: "out of reach".into() })
+        });
+        let reflector = Reflector::start(Arc::new(store));
+        tokio::time::sleep(Duration::from_secs(600)).await;
+        drop(reflector);
+        let sent = requests.load(Ordering::Relaxed);
+        assert!(lists.contains(&sent), "{sent} requests in ten minutes, expected {lists:?}");
+    }
 }

@@ -7,13 +7,13 @@ use std::fs::{self, File, FileTimes};
 use std::io;
 use std::time::{Duration, SystemTime};
 
+use flannel_core::backoff::Backoff;
 use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
 use flannel_core::{Error, Result, Subnets};
 
 use super::Shared;
 use super::file::{self, LeaseFile, OF_TOO_LARGE};
 use super::location::Assign;
-use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
 use crate::files::atomic::{self, remove_temporary_files};
 use crate::files::lock::FileLock;
