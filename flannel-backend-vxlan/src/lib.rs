@@ -170,19 +170,23 @@ async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Resul
     // That lease is ours, even if its address is no longer one of this host.
     let own = hints.previous.filter(|_| hints.last_published.is_some());
     let last = hints.last_published.unwrap_or_default();
-    let public = &node.uplink.public;
+    let advertised = hints.advertised;
+    // As peers see it.
+    let public = Dual::from_fn(|family| advertised[family].or(node.uplink.public[family]));
     let leases = node.leases().await?.leases;
-    let texts = public.map(|_, address| address.to_string());
-    let mut taken = mac::taken(&leases, own, public);
+    let texts = node.uplink.public.map(|_, address| address.to_string());
+    let mut taken = mac::taken(&leases, own, &public);
     let is_assigned = !node.publishes_attrs();
     Ok(names.map(|family, name| {
         let seed = format!("{} {:?} {:?} {vni} {family}", node.machine_id, texts.v4, texts.v6);
-        let is_local = |public: &IpAddr| node.uplink.address[family] == Some(*public);
+        let is_own = |public: &IpAddr| {
+            [node.uplink.address[family], advertised[family]].contains(&Some(*public))
+        };
         let candidates = mac::Candidates {
             published: mac::published(&last, family),
             device: mac_of(*name),
             // The address of an assigned lease stays as it was written.
-            named: public[family].filter(|ip| !is_assigned && is_local(ip)).map(MacAddr::naming),
+            named: public[family].filter(|ip| !is_assigned && is_own(ip)).map(MacAddr::naming),
         };
         let mac = mac::choose(&candidates, &seed, &taken);
         taken.insert(mac);

@@ -54,8 +54,9 @@ pub(crate) struct Candidates {
     pub(crate) published: Option<MacAddr>,
     /// The one of the existing device.
     pub(crate) device: Option<MacAddr>,
-    /// The one that names the public address, if that is an address of the external interface, so
-    /// that no other node can have it. No other lease can take it, so it is not compared.
+    /// The one that names the public address in the lease, if that is an address of the external
+    /// interface or an operator assigned it to this node alone, so that no other node can have it.
+    /// No other lease can take it, so it is not compared.
     pub(crate) named: Option<MacAddr>,
 }
 

@@ -2,10 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::address::Dual;
+use flannel_core::address::{Dual, Family};
 use flannel_core::backend::ExternalInterface;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::{Link, MacAddr, Object, Vxlan};
@@ -22,10 +23,8 @@ const DUAL: &str = r#"{
 /// A host whose kernel uses no nexthop objects, so that the kernel has the objects of the plan.
 fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     kernel.use_nexthops(false);
-    let address: Dual<std::net::IpAddr> = ["192.0.2.1", "2001:db8::1"]
-        .into_iter()
-        .map(|a| a.parse::<std::net::IpAddr>().unwrap())
-        .collect();
+    let address: Dual<IpAddr> =
+        ["192.0.2.1", "2001:db8::1"].into_iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
     Host::new(
         ExternalInterface {
             name: "eth0".parse().unwrap(),
@@ -43,7 +42,7 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
 fn peer(public: [&str; 2], macs: [&str; 2]) -> LeaseAttrs {
     let data = |mac: &str| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
     LeaseAttrs::from(Offer {
-        public: public.into_iter().map(|a| a.parse::<std::net::IpAddr>().unwrap()).collect(),
+        public: public.into_iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
         kind: "vxlan".into(),
         data: Dual { v4: data(macs[0]), v6: data(macs[1]) },
     })
@@ -299,6 +298,35 @@ async fn a_mac_that_clashes_in_one_family_is_given_up() {
         let data = [attrs.preferred.data.v4.unwrap(), attrs.preferred.data.v6.unwrap()];
         let keeps = [0, 1].map(|n| data[n].contains(macs[n]));
         assert_eq!(keeps, kept, "{public:?}: {data:?}");
+    }
+}
+
+/// Two nodes behind different gateways may have one private address. Peers see their others.
+#[tokio::test]
+async fn the_mac_of_a_new_device_names_the_address_that_peers_see() {
+    let advertised = |texts: [Option<&str>; 2]| -> Dual<IpAddr> {
+        texts.into_iter().flatten().map(|text| text.parse::<IpAddr>().unwrap()).collect()
+    };
+    let own = ["192.0.2.1", "2001:db8::1"];
+    for texts in [
+        [None, None],
+        [Some("203.0.113.9"), None],
+        [None, Some("2001:db8:9::9")],
+        [Some("203.0.113.9"), Some("2001:db8:9::9")],
+    ] {
+        let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+        subnets.set_hints(Hints { advertised: advertised(texts), ..Hints::default() });
+        // The other node with this private address.
+        let named = own.map(|text| MacAddr::naming(text.parse().unwrap()).to_string());
+        let other = peer(["203.0.113.7", "2001:db8:9::7"], [&named[0], &named[1]]);
+        subnets.put_attrs("10.1.9.0-24&fd00:1:0:9::-64", other);
+        let attrs = register(&kernel, &subnets).await.unwrap().handle().lease.attrs.clone();
+        for (family, (text, own)) in Family::BOTH.into_iter().zip(texts.into_iter().zip(own)) {
+            let expected = MacAddr::naming(text.unwrap_or(own).parse().unwrap()).to_string();
+            let data = attrs.preferred.data[family].as_deref().unwrap();
+            assert!(data.contains(&expected), "{texts:?} {family}: {data}");
+        }
+        assert_eq!(attrs.preferred.public, advertised(own.map(Some)), "as the node knows it");
     }
 }
 

@@ -171,6 +171,9 @@ pub enum Readiness {
 pub struct Hints {
     /// Public addresses that the store prescribes for this node. They override the command line.
     pub public: Dual<IpAddr>,
+    /// Public addresses that the store publishes instead of those in the attributes, so that peers
+    /// see them.
+    pub advertised: Dual<IpAddr>,
     /// The attributes that this node published last, so that a backend can keep its keys and MAC
     /// addresses; `None`: not known.
     pub last_published: Option<LeaseAttrs>,

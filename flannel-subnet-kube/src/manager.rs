@@ -116,16 +116,16 @@ impl SubnetManager for KubeManager {
     /// that this node published last. Without a complete lease, those of its last one.
     async fn hints(&self) -> Result<Hints> {
         let held = self.shared.held();
-        let (public, lease) = match (self.shared.own_hints().await, &held) {
-            (Err(Error::NotReady { .. }), Some(held)) => (held.prescribed, None),
+        let hints = match (self.shared.own_hints().await, &held) {
+            (Err(Error::NotReady { .. }), Some(held)) => return Ok(held.hints()),
             (hints, _) => self.shared.note_obstacle(hints)?,
         };
-        let lease = lease.or_else(|| held.map(|held| held.lease));
-        Ok(Hints {
-            public,
-            previous: lease.as_ref().map(|lease| lease.subnets),
-            last_published: lease.map(|lease| lease.attrs),
-            lapsed: None,
+        Ok(match held.filter(|_| hints.previous.is_none()) {
+            Some(held) => {
+                let Hints { last_published, previous, .. } = held.hints();
+                Hints { last_published, previous, ..hints }
+            }
+            None => hints,
         })
     }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Revision};
-use flannel_core::subnet::{Ownership, Readiness};
+use flannel_core::subnet::{Hints, Ownership, Readiness};
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{OnceCell, watch};
 
@@ -15,7 +15,7 @@ use super::wait::Obstacle;
 use crate::api::{Api, Source};
 use crate::follow::{Follower, Own, ReadOptions};
 use crate::node::Node;
-use crate::node::annotations::Values;
+use crate::node::annotations::{Values, overwrites};
 use crate::options::KubeOptions;
 use crate::runtime::lock;
 
@@ -50,6 +50,21 @@ pub(crate) struct Held {
     pub(crate) config: Config,
     /// The addresses that the node prescribed.
     pub(crate) prescribed: Dual<IpAddr>,
+    /// The addresses that are published instead of those of the lease.
+    pub(crate) advertised: Dual<IpAddr>,
+}
+
+impl Held {
+    /// What the node had when the lease was acquired.
+    pub(crate) fn hints(&self) -> Hints {
+        Hints {
+            public: self.prescribed,
+            advertised: self.advertised,
+            last_published: Some(self.lease.attrs.clone()),
+            previous: Some(self.lease.subnets),
+            lapsed: None,
+        }
+    }
 }
 
 impl Shared {
@@ -133,21 +148,30 @@ impl Shared {
         Ok(look(follower.insert(Follower::start(Arc::clone(&self.api), read_options, name))))
     }
 
-    /// The addresses that this node prescribes, and its lease, if any.
-    pub(crate) async fn own_hints(&self) -> Result<(Dual<IpAddr>, Option<Lease>)> {
+    /// The present state of this node as hints.
+    pub(crate) async fn own_hints(&self) -> Result<Hints> {
         let (node, _) = self.own_node().await?;
         let families: Vec<Family> = self.config().await?.networks.families().collect();
-        let (lease, _) = node.lease(Revision::default(), &families, &self.options.prefix);
-        Ok((self.prescribed(&node)?, lease))
+        let prefix = &self.options.prefix;
+        let (lease, _) = node.lease(Revision::default(), &families, prefix);
+        Ok(Hints {
+            public: self.prescribed(&node)?,
+            advertised: overwrites(&node.values, &families, prefix),
+            previous: lease.as_ref().map(|lease| lease.subnets),
+            last_published: lease.map(|lease| lease.attrs),
+            lapsed: None,
+        })
     }
 
     /// Makes a lease from the present state of this node.
     pub(crate) async fn take(&self, config: Config, attrs: &LeaseAttrs) -> Result<Held> {
         let (node, read) = self.own_node().await?;
         let (prescribed, subnets) = self.terms(&node, &config)?;
+        let families: Vec<Family> = config.networks.families().collect();
+        let advertised = overwrites(&node.values, &families, &self.options.prefix);
         let written = self.annotate(&node, attrs).await?;
         let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read));
-        Ok(Held { lease, config, prescribed })
+        Ok(Held { lease, config, prescribed, advertised })
     }
 
     /// The addresses that this node prescribes, and its subnets.

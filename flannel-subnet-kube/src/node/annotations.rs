@@ -226,6 +226,13 @@ fn parse(text: &str, family: Family) -> Option<IpAddr> {
     text.parse().ok().filter(|address| Family::of(*address) == family)
 }
 
+/// The addresses that an operator set, to be published instead of the node's own. A wrong one is
+/// left out.
+pub(crate) fn overwrites(values: &Values, families: &[Family], prefix: &Prefix) -> Dual<IpAddr> {
+    let valid = |family| address(values, names(family).overwrite, family, prefix).ok().flatten();
+    Dual::from_fn(|family| Some(family).filter(|family| families.contains(family)).and_then(valid))
+}
+
 /// The errors of the addresses that an operator set, to be published instead of the node's own.
 pub(crate) fn wrong_overwrites(
     values: &Values,

@@ -1,6 +1,8 @@
 //! This node's lease: its publication, the changes that move it, and that it stays otherwise.
 
-use flannel_core::address::Family;
+use std::net::IpAddr;
+
+use flannel_core::address::{Dual, Family};
 use flannel_core::subnet::{Hints, LeaseEnd};
 use flannel_core::{Error, SubnetManager, Subnets};
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
@@ -71,10 +73,13 @@ async fn prescribed_addresses_are_hints_and_overwrites_are_published() {
         format!("{PREFIX}node-public-ip"): "198.51.100.5",
         format!("{PREFIX}node-public-ipv6"): "2001:db8::5",
         format!("{PREFIX}public-ip-overwrite"): "203.0.113.9",
+        format!("{PREFIX}public-ipv6-overwrite"): "2001:db8::9",
     });
     fixture.server.put_node("me", node);
     let manager = fixture.manager("me").await;
     let hints = manager.hints().await.unwrap();
+    let advertised: Dual<IpAddr> = ["203.0.113.9".parse().unwrap()].into_iter().collect();
+    assert_eq!(hints.advertised, advertised, "of the families of the network config");
     assert_eq!(hints.public[Family::V4], Some("198.51.100.5".parse().unwrap()));
     assert_eq!(hints.public[Family::V6], Some("2001:db8::5".parse().unwrap()));
     assert_eq!((hints.last_published, hints.previous), (None, None));
@@ -89,6 +94,7 @@ async fn prescribed_addresses_are_hints_and_overwrites_are_published() {
     let last_published = Some(attrs("vxlan", &["203.0.113.9"], [Some(MAC), None]));
     let expected = Hints { last_published, previous: Some(lease.subnets), ..hints.clone() };
     assert_eq!(hints, expected);
+    assert_eq!(hints.advertised, advertised);
 }
 
 #[tokio::test]

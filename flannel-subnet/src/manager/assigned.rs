@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use async_trait::async_trait;
+use flannel_core::address::Dual;
 use flannel_core::lease::{LeaseAttrs, Origin, View};
 use flannel_core::subnet::{Hints, LeaseEnd, Loss, Ownership, StoreStatus};
 use flannel_core::{Config, Error, Lease, Result, SubnetManager, Subnets};
@@ -110,6 +111,7 @@ impl SubnetManager for AssignedManager {
             public: own.lease.attrs.preferred.public,
             previous: Some(own.lease.subnets),
             last_published: Some(own.lease.attrs.clone()),
+            advertised: Dual::default(),
             lapsed: None,
         })
     }
