@@ -261,6 +261,7 @@ impl LocalManager {
         lease.expires = term.and_then(|term| term.expires(&*self.clock));
         let Lease { subnets, revision, .. } = lease;
         let attrs = lease.attrs.clone();
+        self.fallback.remember_own();
         self.holding.set(HeldLease { subnets, attrs, revision, term, cached: false });
         lease
     }

@@ -39,6 +39,8 @@ pub(super) struct Fallback {
     config: Mutex<Option<ConfigText>>,
     /// See [`Saved::lost`].
     lost: Mutex<Option<Subnets>>,
+    /// The own lease that is being deleted. It is not saved again, although it is still held.
+    forgotten: Mutex<Option<Subnets>>,
     config_changed: Notify,
     saving: Mutex<()>,
     /// Lines about failures to save.
@@ -65,6 +67,7 @@ impl Fallback {
             config: Mutex::new(loaded.as_ref().and_then(|saved| saved.config.clone())),
             lost: Mutex::new(loaded.as_ref().and_then(|saved| saved.lost)),
             loaded,
+            forgotten: Mutex::default(),
             config_changed: Notify::new(),
             saving: Mutex::default(),
             unwritten: Mutex::default(),
@@ -92,8 +95,10 @@ impl Fallback {
         self.cached()?.own(self.holder).cloned()
     }
 
-    /// Removes the own lease from the file if it has these subnets. A failure is logged.
+    /// Removes the own lease from the file if it has these subnets, and does not save it again until
+    /// [`Self::remember_own`]. A failure is logged.
     pub(super) async fn forget_own(self: &Arc<Self>, subnets: &Subnets) {
+        *lock(&self.forgotten) = Some(*subnets);
         let Some(cache) = self.cache.clone() else { return };
         let (fallback, subnets) = (Arc::clone(self), *subnets);
         self.blocking(move || {
@@ -104,6 +109,11 @@ impl Fallback {
             }
         })
         .await;
+    }
+
+    /// The store has confirmed that this node holds a lease.
+    pub(super) fn remember_own(&self) {
+        *lock(&self.forgotten) = None;
     }
 
     /// The result of a request to the store. Until the store has answered once, it must answer
@@ -228,7 +238,8 @@ impl Fallback {
             _ => None,
         };
         let Some(written) = written else { return };
-        let held = holding.get();
+        let forgotten = *lock(&self.forgotten);
+        let held = holding.get().filter(|held| Some(held.subnets) != forgotten);
         let term = held.as_ref().and_then(|held| held.term);
         let own_end = term
             .filter(|term| term.wall_end.is_none())

@@ -363,6 +363,44 @@ async fn a_lease_that_the_node_itself_deletes_leaves_the_cache_first() {
     assert_ne!(moved.subnets, lease.subnets);
 }
 
+/// The daemon started without the store, and holds the lease of its cache. A peer appears while it
+/// moves, so the cache is written again.
+#[tokio::test(start_paused = true)]
+async fn a_deleted_lease_does_not_come_back_into_the_cache_while_the_node_moves() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    let manager = fixture.node(0);
+    let mut views = manager.watch_leases().await.unwrap();
+    assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().subnets, lease.subnets);
+    fixture.registry.set_outage(false);
+    live(&mut views, 2).await;
+    fixture.registry.set_config(Some(r#"{"Network":"10.2.0.0/16"}"#));
+    fixture.registry.set_reply_delay(MINUTE);
+    let own = || Cache::open(fixture.path()).load().unwrap().own.map(|(own, _)| own.subnets);
+    let own_attrs = attrs(1);
+    let moving = manager.acquire_lease(&own_attrs);
+    let watching = async {
+        let is_gone = |view: &View| view.leases.get(&lease.subnets).is_none();
+        drop(views.wait_for(is_gone).await.unwrap());
+        fixture.peer("10.2.78.0-24", 78).await;
+        let written = |saved: &flannel_subnet::Saved| saved.leases.len() == 2;
+        while !Cache::open(fixture.path()).load().is_ok_and(|saved| written(&saved)) {
+            sleep(Duration::from_millis(100)).await;
+        }
+        own()
+    };
+    let (moved, meanwhile) = tokio::join!(moving, watching);
+    assert_eq!(meanwhile, None);
+    let moved = moved.unwrap().subnets;
+    timeout(MINUTE, async {
+        while own() != Some(moved) {
+            sleep(Duration::from_millis(100)).await;
+        }
+    })
+    .await
+    .expect("the new lease is saved within a minute");
+}
+
 /// Some stores distinguish a deleted lease from an expired one only if it was renewed before.
 #[tokio::test(start_paused = true)]
 async fn a_cached_lease_is_renewed_as_soon_as_the_store_is_back() {
