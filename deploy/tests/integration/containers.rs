@@ -246,7 +246,8 @@ impl Drop for Daemon<'_> {
 /// Ends processes, as a container runtime ends those that a container leaves.
 fn end(pids: &[String]) {
     if !pids.is_empty() {
-        assert!(Command::new("kill").arg("-KILL").args(pids).status().unwrap().success());
+        // Some may have ended meanwhile, which is an error of `kill`.
+        drop(Command::new("kill").arg("-KILL").args(pids).status().unwrap());
     }
 }
 

@@ -168,6 +168,7 @@ mod tests {
         let mut note = std::pin::pin!(proven.note(&config));
         tokio::time::timeout(10 * WRITE_AGAIN, &mut note).await.unwrap_err();
         fs::remove_file(&state).unwrap();
+        fs::create_dir(&state).unwrap();
         note.await;
         assert_eq!(Proven::open(&state, "store").get().as_ref(), Some(&config));
         assert_eq!(logged.count("cannot be written"), 1);
