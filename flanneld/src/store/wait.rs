@@ -145,7 +145,8 @@ impl Reasons {
             Some(Reason::Store) => true,
             // After an attempt with this answer, a slow new attempt has the same reason.
             Some(Reason::Other(last)) => last.contains(&text),
-            None => false,
+            // The error of a slow attempt changes while members of the store come back.
+            None => self.slow.is_some(),
         };
         if !known && self.slow.as_ref() != Some(&text) {
             tracing::warn!(reason = %text, "waiting for the store");
@@ -159,7 +160,7 @@ impl Reasons {
         if new {
             match reason {
                 // Logged while the attempt was slow.
-                Reason::Store if self.slow.as_ref().is_some_and(|slow| text.contains(slow)) => {}
+                Reason::Store if self.slow.is_some() => {}
                 Reason::Store => tracing::warn!(reason = %text, "waiting for the store"),
                 Reason::Other(_) => tracing::warn!(reason = %text, "waiting"),
             }

@@ -214,7 +214,7 @@ fn a_busy_disk_does_not_delay_repairs() {
         fs::create_dir(&state).unwrap();
         fs::write(state.join("mark"), "00000000000000ab\n").unwrap();
         fs::write(state.join("networks"), "10.1.0.0/16\n").unwrap();
-        let store = format!("dir:{}", dir.path().join("network").display());
+        let store = format!("dir:{}?assign=static", dir.path().join("network").display());
         let proven = format!(r#"{{"store":"{store}","config":{config}}}"#);
         fs::write(state.join("config"), proven).unwrap();
         let backend = r#"{"lease_type":"host-gw","offered":true,"backend":{"Type":"host-gw"}}"#;
