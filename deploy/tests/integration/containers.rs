@@ -247,7 +247,7 @@ impl Drop for Daemon<'_> {
 fn end(pids: &[String]) {
     if !pids.is_empty() {
         // Some may have ended meanwhile, which is an error of `kill`.
-        drop(Command::new("kill").arg("-KILL").args(pids).status().unwrap());
+        let _ = Command::new("kill").arg("-KILL").args(pids).status().unwrap();
     }
 }
 
