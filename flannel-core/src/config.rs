@@ -326,7 +326,8 @@ mod tests {
     fn a_written_config_is_read_as_an_equal_one() {
         for text in [
             r#"{"Network":"10.3.0.0/16"}"#,
-            r#"{"Network":"10.3.7.9/16","SubnetLen":26,"SubnetMin":"10.3.5.0","SubnetMax":"10.3.9.64",
+            r#"{"Network":"10.3.7.9/16","SubnetLen":26,"SubnetMin":"10.3.5.0",
+                "SubnetMax":"10.3.9.64",
                 "EnableNFTables":true,"RequireEncryption":true,
                 "backend":{"type":"Host-GW", "Secret":"\"x\n\u00e4"}}"#,
             r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00::/48"}"#,

@@ -18,7 +18,7 @@ const IN_THE_FIRST_PAGE: usize = 10_000;
 
 fn value(n: u32) -> String {
     format!(
-        r#"{{"PublicIP":"192.0.2.{n}","PublicIPv6":null,"BackendType":"vxlan","BackendData":"{}"}}"#,
+        r#"{{"PublicIP":"192.0.2.{n}","BackendType":"vxlan","BackendData":"{}"}}"#,
         "x".repeat(400)
     )
 }

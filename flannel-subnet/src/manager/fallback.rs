@@ -95,8 +95,8 @@ impl Fallback {
         self.cached()?.own(self.holder).cloned()
     }
 
-    /// Removes the own lease from the file if it has these subnets, and does not save it again until
-    /// [`Self::remember_own`]. A failure is logged.
+    /// Removes the own lease from the file if it has these subnets, and does not save it again
+    /// until [`Self::remember_own`]. A failure is logged.
     pub(super) async fn forget_own(self: &Arc<Self>, subnets: &Subnets) {
         *lock(&self.forgotten) = Some(*subnets);
         let Some(cache) = self.cache.clone() else { return };

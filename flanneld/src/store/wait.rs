@@ -83,8 +83,8 @@ pub(crate) async fn patiently<T>(
     }
 }
 
-/// Does `work`, and holds the lease meanwhile. Otherwise the node would lose its subnets during long
-/// work, or not notice that it has lost them.
+/// Does `work`, and holds the lease meanwhile. Otherwise the node would lose its subnets during
+/// long work, or not notice that it has lost them.
 ///
 /// # Errors
 /// Those of `work`, and [`Error::LeaseLost`].
