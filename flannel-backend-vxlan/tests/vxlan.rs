@@ -314,7 +314,8 @@ async fn the_mac_of_a_new_device_names_the_address_that_peers_see() {
         [None, Some("2001:db8:9::9")],
         [Some("203.0.113.9"), Some("2001:db8:9::9")],
     ] {
-        let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+        let kernel = FakeKernel::with_uplink("eth0");
+        let subnets = FakeSubnets::with_config(DUAL);
         subnets.set_hints(Hints { advertised: advertised(texts), ..Hints::default() });
         // The other node with this private address.
         let named = own.map(|text| MacAddr::naming(text.parse().unwrap()).to_string());

@@ -16,7 +16,7 @@ use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Config, SubnetManager};
 use flannel_firewall::Guard;
 use flannel_netlink::testing::in_netns_async;
-use flannel_route::{Host, JoinOptions};
+use flannel_route::{Host, HostNetwork, JoinOptions};
 use tokio::sync::watch;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -59,6 +59,17 @@ fn host(subnets: &FakeSubnets) -> Host {
     Host::new(uplink, Arc::new(kernel), Arc::new(subnets.clone()))
 }
 
+/// A network of vxlan with `SourceCheck`, in a cluster with one peer.
+async fn vxlan_with_a_peer() -> (FakeSubnets, HostNetwork) {
+    let subnets = FakeSubnets::with_config(&config(r#"{"Type":"vxlan","SourceCheck":true}"#));
+    let config = subnets.network_config().await.unwrap();
+    subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer("vxlan", 7));
+    let backends = flannel_backends::all();
+    let backend = backends.find("vxlan").unwrap();
+    let network = host(&subnets).join(backend, &config, JoinOptions::default()).await.unwrap();
+    (subnets, network)
+}
+
 /// The records of a guard, sorted.
 fn records(name: &'static str) -> Vec<String> {
     let records = Guard::new(name).records().unwrap();
@@ -84,12 +95,7 @@ async fn until(name: &'static str, expected: &[&str]) {
 #[test]
 fn the_guard_of_vxlan_follows_the_peers() {
     in_netns_async(|| async {
-        let subnets = FakeSubnets::with_config(&config(r#"{"Type":"vxlan","SourceCheck":true}"#));
-        let config = subnets.network_config().await.unwrap();
-        subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer("vxlan", 7));
-        let backends = flannel_backends::all();
-        let backend = backends.find("vxlan").unwrap();
-        let network = host(&subnets).join(backend, &config, JoinOptions::default()).await.unwrap();
+        let (subnets, network) = vxlan_with_a_peer().await;
         let views = subnets.watch_leases().await.unwrap();
         let ends = [
             "192.0.2.1/32 drops strangers at UDP port 8472 for flannel.1",
@@ -130,12 +136,7 @@ fn the_guard_of_vxlan_follows_the_peers() {
 #[test]
 fn a_guard_refuses_nothing_before_the_leases_are_complete() {
     in_netns_async(|| async {
-        let subnets = FakeSubnets::with_config(&config(r#"{"Type":"vxlan","SourceCheck":true}"#));
-        let config = subnets.network_config().await.unwrap();
-        subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer("vxlan", 7));
-        let backends = flannel_backends::all();
-        let backend = backends.find("vxlan").unwrap();
-        let network = host(&subnets).join(backend, &config, JoinOptions::default()).await.unwrap();
+        let (subnets, network) = vxlan_with_a_peer().await;
         let live = subnets.watch_leases().await.unwrap().borrow().clone();
         let cached = View { origin: Origin::Cached { written: None }, ..live.clone() };
         let (sender, views) = watch::channel(cached);

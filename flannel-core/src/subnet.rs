@@ -35,9 +35,9 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config).
     async fn network_config(&self) -> Result<Config>;
 
-    /// Makes the first lease one for the networks of `config`, instead of those of the config that
-    /// was returned last: the caller cannot use that one. After the first lease it has no effect.
-    /// The default implementation never has.
+    /// Selects the config whose networks the first lease is taken from. A caller that cannot use
+    /// the config that was returned last selects an earlier one. After the first lease, a call has
+    /// no effect. The default implementation does nothing.
     fn use_config(&self, _config: &Config) {}
 
     /// Waits until there is a valid network config that differs from `known`. Waits on while the

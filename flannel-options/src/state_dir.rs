@@ -61,9 +61,8 @@ pub fn backends(dir: &Path) -> PathBuf {
     dir.join("backends")
 }
 
-/// The file with the last network config that this host has used, as
-/// [`Config::to_json`](flannel_core::Config::to_json) writes it. It has the options of the backend,
-/// secrets included.
+/// The file with the last network config whose devices were in the kernel, and the name of its
+/// store. It has the options of the backend, secrets included.
 pub fn config(dir: &Path) -> PathBuf {
     dir.join("config")
 }

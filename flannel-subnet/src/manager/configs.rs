@@ -134,3 +134,29 @@ impl Configs {
         *lock(&self.wrong) = error.map(ToString::to_string);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(network: &str) -> Config {
+        Config::parse(&format!(r#"{{"Network":"{network}"}}"#)).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_selected_config_decides_about_the_first_lease_only() {
+        let [stored, selected] = ["10.1.0.0/16", "10.2.0.0/16"].map(config);
+        let configs = Configs::default();
+        let lease_of = async || {
+            let read = async { unreachable!("a config was returned") };
+            configs.for_lease(read).await.unwrap().0
+        };
+        configs.hand_out((stored.clone(), false));
+        assert_eq!(lease_of().await, stored);
+        configs.prefer(&selected);
+        assert_eq!(lease_of().await, selected);
+        configs.used_for_lease(selected.clone());
+        configs.prefer(&stored);
+        assert_eq!(lease_of().await, selected);
+    }
+}

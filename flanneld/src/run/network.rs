@@ -134,9 +134,11 @@ async fn run_until_next(
     };
     let write =
         async || publish(settings, &config, &handle, rules.clone(), (go_flannel, observer)).await;
-    let restore = async || match lapsed {
-        true => std::future::pending().await,
-        false => SubnetEnv::restore(&settings.subnet_file, &write).await,
+    let restore = async || {
+        if lapsed {
+            return std::future::pending().await;
+        }
+        SubnetEnv::restore(&settings.subnet_file, &write).await
     };
     let hold = async {
         if lapsed {

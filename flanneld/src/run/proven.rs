@@ -79,7 +79,8 @@ impl Proven {
         let text = serde_json::to_string(&record).expect("texts and JSON values serialize");
         let mut is_logged = false;
         loop {
-            let (file, text) = (self.file.clone(), text.clone());
+            let file = self.file.clone();
+            let text = text.clone();
             let written = run_blocking_in_order(move || state_dir::replace(&file, &text)).await;
             let Err(error) = written else { return };
             if !is_logged {

@@ -72,8 +72,8 @@ impl Refusals {
         let pause = LONGEST.min(FIRST.saturating_mul(2_u32.saturating_pow(times - 1)));
         let seconds = pause.as_secs();
         let reason = format!(
-            "{reason}; its devices failed {times} times in a row, so it is tried again in \
-             {seconds} s, or at once by `flannelctl reload`"
+            "{reason}; failures of its devices in a row: {times}; it is tried again after \
+             {seconds} s, or at once after `flannelctl reload`"
         );
         let refused = Refused { config: config.clone(), reason: reason.clone() };
         let again = Instant::now() + pause;

@@ -327,9 +327,10 @@ impl<'a> Starter<'a> {
         views: &watch::Receiver<View>,
     ) -> Result<Choice, Error> {
         let earlier = self.earlier(&stored);
-        let before = match self.proven.is(&stored) {
-            false if !earlier.is_empty() => Before::Earlier,
-            _ => Before::Nothing,
+        let before = if self.proven.is(&stored) || earlier.is_empty() {
+            Before::Nothing
+        } else {
+            Before::Earlier
         };
         let refused = self.refusals.get().filter(|refused| refused.config == stored);
         let waits = self.refusals.waits(&stored);

@@ -864,12 +864,18 @@ fn cleanup_removes_everything() {
             String::from_utf8(Command::new("nft").args(["list", "tables"]).output().unwrap().stdout)
                 .unwrap()
         };
-        let files = ["run/subnet.env", "state/leases", "state/backends", "state/backends.damaged"];
+        let files = [
+            "run/subnet.env",
+            "state/leases",
+            "state/backends",
+            "state/backends.damaged",
+            "state/config",
+        ];
         let files = files.map(|name| PathBuf::from(place.path(name)));
         let all = |there: bool| {
             assert_eq!(rules().contains("flannel"), there, "{}", rules());
             assert_eq!(ip("route show").contains("blackhole"), there, "{}", ip("route show"));
-            assert_eq!(files.each_ref().map(|file| file.exists()), [there; 4]);
+            assert_eq!(files.each_ref().map(|file| file.exists()), [there; 5]);
         };
         all(true);
         let would = place.json(&["cleanup", "--dry-run", "--iface", "eth0"]);
