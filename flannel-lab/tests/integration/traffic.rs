@@ -192,9 +192,10 @@ fn forged_packets_are_dropped(lab: &Lab) {
     let both = || dropped() == Some(before + 2);
     eventually(PATIENCE, both, || format!("{before}, then {:?}", dropped()));
     here.run("nft", &["delete", "table", "inet", "flannel-guard-udp"]).unwrap();
-    // The table is new, so its count is too.
-    let is_new = || dropped().is_some_and(|dropped| dropped < before + 2);
-    eventually(PATIENCE, is_new, || format!("{:?}\n{}", dropped(), logs(lab)));
+    // The rules with the port come last.
+    let rules = || here.run("nft", &["list", "table", "inet", "flannel-guard-udp"]);
+    let is_repaired = || rules().is_ok_and(|rules| rules.contains("8285"));
+    eventually(PATIENCE, is_repaired, || format!("{:?}\n{}", rules(), logs(lab)));
     let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|e| panic!("{e}"));
     assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
     let before = dropped().unwrap();
