@@ -119,7 +119,7 @@ fn parse(text: &str, store: &str) -> Result<Option<Config>, String> {
 mod tests {
     use std::fs;
 
-    use test_support::Logged;
+    use test_support::{Logged, eventually_async};
 
     use super::*;
 
@@ -167,7 +167,11 @@ mod tests {
         fs::write(&state, "").unwrap();
         let proven = Proven::open(&state, "store");
         let mut note = std::pin::pin!(proven.note(&config));
-        tokio::time::timeout(10 * WRITE_AGAIN, &mut note).await.unwrap_err();
+        let is_logged = async || logged.count("cannot be written") == 1;
+        tokio::select! {
+            () = &mut note => panic!("there is no directory"),
+            () = eventually_async(WRITE_AGAIN, is_logged, || "nothing is logged") => {}
+        }
         fs::remove_file(&state).unwrap();
         fs::create_dir(&state).unwrap();
         note.await;
