@@ -325,7 +325,11 @@ fn a_stranger_with_the_name_of_the_claim_does_not_keep_a_data_plane_down() {
 fn the_process_has_a_name_of_its_own() {
     let dir = tempfile::tempdir().unwrap();
     let copy = dir.path().join("exe");
-    std::fs::copy(env!("CARGO_BIN_EXE_flannel-udp"), &copy).unwrap();
+    // A copy by this process fails here and there: a child that another test starts meanwhile has
+    // the file open, and the kernel runs no file that a process may write to.
+    let program = env!("CARGO_BIN_EXE_flannel-udp");
+    let copied = Command::new("cp").arg(program).arg(&copy).status().unwrap();
+    assert!(copied.success());
     let socket = dir.path().join("udp/socket");
     let mut child = Command::new(&copy).arg(&socket).stdin(Stdio::null()).spawn().unwrap();
     let connected = eventually(PATIENCE, || Client::connect(&socket).ok(), || "no socket");

@@ -135,6 +135,13 @@ fn set_up_device() {
     ip("route add 10.1.0.0/16 dev flannel0");
 }
 
+/// Waits until the kernel has noticed, on a thread of its own, that the device has a process again.
+/// Until then it drops what is sent there.
+fn wait_for_device() {
+    let carrier = || !ip("-br link show flannel0").contains("NO-CARRIER");
+    eventually(PATIENCE, carrier, || ip("link show flannel0"));
+}
+
 /// Sends packets to a pod of no peer.
 fn send_without_peer(count: u64) {
     let socket = UdpSocket::bind("10.1.7.0:0").unwrap();
@@ -159,6 +166,7 @@ fn counts_continue_after_a_kill_and_with_other_options() {
         let second = Process::start(dir.path());
         assert_eq!(second.status().counts, seen);
         second.client().ask(&Request::Start(options("flannel0"))).unwrap();
+        wait_for_device();
         // Nobody asks for these before the kill.
         send_without_peer(5);
         let file = dir.path().join("udp/counts");
