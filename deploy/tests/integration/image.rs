@@ -221,9 +221,10 @@ fn mk_docker_opts_writes_options_for_docker() {
 fn programs_for_hosts_are_static() {
     as_root(|| {
         let dir = tempfile::tempdir().unwrap();
+        // By a process of its own: a child that another test starts would have the copy open for
+        // writing, and the kernel would not run it.
         for name in ["flannel", "opt/bin/install-conf"] {
-            fs::copy(image().join(name), dir.path().join(Path::new(name).file_name().unwrap()))
-                .unwrap();
+            output_of(Command::new("cp").arg(image().join(name)).arg(dir.path()));
         }
         let inside = |args: &[&str]| output_of(Command::new("chroot").arg(dir.path()).args(args));
         inside(&["/install-conf", "/flannel", "/copy"]);
