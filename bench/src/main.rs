@@ -329,6 +329,8 @@ fn main() -> anyhow::Result<ExitCode> {
             flannel_lab::end_with_lab()?;
             return Ok(flanneld::main(args.into_iter().skip(1)));
         }
+        // A bench ends the daemon that it has started.
+        Some("flanneld") => return Ok(flanneld::main(args.into_iter().skip(1))),
         Some("ctl") => {
             return Ok(flannelctl::run(args.into_iter().skip(1), &flannel_backends::all()));
         }

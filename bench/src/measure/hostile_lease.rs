@@ -29,7 +29,7 @@ pub(crate) fn run(count: u32, flanneld: Option<PathBuf>) -> anyhow::Result<Repor
         Some(program) => Command::new(program),
         None => {
             let mut command = Command::new(std::env::current_exe()?);
-            command.arg("daemon");
+            command.arg("flanneld");
             command
         }
     };
