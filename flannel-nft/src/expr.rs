@@ -171,9 +171,19 @@ pub fn arrived_by(device: LinkName) -> [Expr; 2] {
 
 /// Continues only if the loaded name is that of the device.
 pub fn is_device(device: LinkName) -> Expr {
+    Expr::Compare { equal: true, value: padded(device) }
+}
+
+/// Continues only if the loaded name is that of another device.
+pub fn is_other_device(device: LinkName) -> Expr {
+    Expr::Compare { equal: false, value: padded(device) }
+}
+
+/// A name as the kernel loads it.
+fn padded(device: LinkName) -> Vec<u8> {
     let mut value = device.as_str().as_bytes().to_vec();
     value.resize(NAME_LEN, 0);
-    Expr::Compare { equal: true, value }
+    value
 }
 
 /// Loads the source or destination address.

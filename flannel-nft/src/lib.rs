@@ -11,7 +11,9 @@ use flannel_netlink::netfilter::{Batch, Kind, NetfilterSocket};
 
 use self::attributes::number_in;
 pub use self::chain::{Base, Chain, ChainChange, ChainHead, hook};
-pub use self::expr::{Expr, address_of, arrived_by, is_device, kind, meta, octets, verdict};
+pub use self::expr::{
+    Expr, address_of, arrived_by, is_device, is_other_device, kind, meta, octets, verdict,
+};
 pub use self::set::{Batches, Marks, Set, SetHead};
 pub use self::table::{Table, TableFamily, TableHead};
 

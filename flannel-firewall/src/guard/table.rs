@@ -19,7 +19,7 @@ use flannel_core::object::LinkName;
 use flannel_netlink::netfilter::{Batch, NetfilterSocket};
 use flannel_nft::{
     Base, Batches, Chain, Expr, Marks, Set, SetHead, Table, TableFamily, TableHead, address_of,
-    arrived_by, hook, kind, meta, octets, verdict,
+    arrived_by, hook, is_other_device, kind, meta, octets, verdict,
 };
 
 use super::end::TunnelEnd;
@@ -353,7 +353,8 @@ impl Sources {
         let mut outer = vec![clear_tag(self.tag)];
         let mut forwarded = Vec::new();
         let mut sent = Vec::new();
-        let mut inner = Vec::new();
+        let devices = self.ends.iter().filter_map(|(_, end)| end.device);
+        let mut inner: Vec<_> = skip_others(devices).into_iter().collect();
         for (family, end) in self.ends.iter() {
             for inlet in &end.inlets {
                 let arrives = arrives(family, *inlet, end.local);
@@ -363,10 +364,14 @@ impl Sources {
                     // tell a pod that has a peer's address.
                     None => outer.push(refuse_strays(end.drops, arrives)),
                 }
-                let mut leaves = comes(family, *inlet);
-                leaves.extend([address_of(family, false), map_lookup(family)]);
-                forwarded.extend(forward_peers(family, end.drops, &leaves));
-                sent.push(refuse_proxies(end.drops, leaves));
+                let comes = comes(family, *inlet);
+                let to_peer = [address_of(family, false), map_lookup(family)];
+                forwarded.extend(forward_peers(
+                    family,
+                    end.drops,
+                    &[&comes[..], &to_peer].concat(),
+                ));
+                sent.push(refuse_proxies(family, end, comes, to_peer));
             }
             let Some(device) = end.device else { continue };
             // Most packets have the address of a pod, and so a shorter prefix than a node.
@@ -462,16 +467,17 @@ fn refuse(reason: Reason, drops: bool, mut exprs: Vec<Expr>) -> Rule {
     Rule { counts: Some(reason), exprs }
 }
 
-/// Continues only if a packet is one of the tunnel.
+/// Continues only if a packet is one of the tunnel. What fewest other packets have is asked first.
 fn comes(family: Family, inlet: Inlet) -> Vec<Expr> {
-    let family = TableFamily::from(family).protocol();
-    let mut exprs = vec![Expr::Meta(meta::NFPROTO), is(vec![family]), Expr::Meta(meta::L4PROTO)];
-    match inlet {
-        Inlet::Udp(port) => exprs.extend([is(vec![UDP]), PORT, is(port.to_be_bytes().into())]),
-        Inlet::Protocol(number) => exprs.push(is(vec![number])),
+    let mut exprs = match inlet {
+        Inlet::Udp(port) => {
+            vec![PORT, is(port.to_be_bytes().into()), Expr::Meta(meta::L4PROTO), is(vec![UDP])]
+        }
+        Inlet::Protocol(number) => vec![Expr::Meta(meta::L4PROTO), is(vec![number])],
         // A kind of packets that this crate does not know: none has this protocol.
-        _ => exprs.push(is(vec![u8::MAX])),
-    }
+        _ => vec![Expr::Meta(meta::L4PROTO), is(vec![u8::MAX])],
+    };
+    exprs.extend([Expr::Meta(meta::NFPROTO), is(vec![TableFamily::from(family).protocol()])]);
     exprs
 }
 
@@ -492,12 +498,17 @@ fn on_way_back() -> [Expr; 2] {
 }
 
 /// Gives packets of peers their mark. A pod may send with the address of a peer, but neither by the
-/// device to that peer nor by the one with the address of the tunnel. The second one is for nodes
-/// with another way to a peer than from it.
+/// device with the address of the tunnel nor by the one to that peer. The first one is also for
+/// nodes with another way to a peer than from it. It comes first because it is usual, and quick.
 fn mark_peers(family: Family, arrives: &[Expr]) -> [Rule; 2] {
     let at_home = [Expr::KindAtArrival, is(kind::LOCAL.to_ne_bytes().into())];
-    [on_way_back(), at_home].map(|way| {
-        let mark = [address_of(family, true), map_lookup(family), Expr::SetMeta(meta::MARK)];
+    [at_home, on_way_back()].map(|way| {
+        let mark = [
+            address_of(family, true),
+            map_lookup(family),
+            Expr::SetMeta(meta::MARK),
+            Expr::Verdict(verdict::ACCEPT),
+        ];
         Rule { counts: None, exprs: [arrives, &way, &mark].concat() }
     })
 }
@@ -519,10 +530,30 @@ fn forward_peers(family: Family, drops: bool, leaves: &[Expr]) -> [Rule; 2] {
 }
 
 /// Refuses packets that this host sends with the source of another one. IPVS sends the packets of
-/// pods to services so, before they are masqueraded.
-fn refuse_proxies(drops: bool, mut exprs: Vec<Expr>) -> Rule {
+/// pods to services so, before they are masqueraded. Most packets have the address of the tunnel,
+/// so this is asked first.
+fn refuse_proxies(
+    family: Family,
+    end: &TunnelEnd,
+    mut exprs: Vec<Expr>,
+    to_peer: [Expr; 2],
+) -> Rule {
+    exprs.extend([address_of(family, true), is_not(octets(end.local))]);
+    exprs.extend(to_peer);
     exprs.extend([Expr::SourceKind, is_not(kind::LOCAL.to_ne_bytes().into())]);
-    refuse(Reason::Pod, drops, exprs)
+    refuse(Reason::Pod, end.drops, exprs)
+}
+
+/// Spares the packets by other devices all further rules.
+fn skip_others(devices: impl Iterator<Item = LinkName>) -> Option<Rule> {
+    let mut exprs = Vec::new();
+    for device in devices {
+        exprs.extend([Expr::Meta(meta::IIFNAME), is_other_device(device)]);
+    }
+    (!exprs.is_empty()).then(|| {
+        exprs.push(Expr::Verdict(verdict::ACCEPT));
+        Rule { counts: None, exprs }
+    })
 }
 
 /// Admits packets by the device of a tunnel whose mark and source are in the set for this length.
