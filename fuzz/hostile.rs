@@ -1,11 +1,10 @@
 //! The property that a hostile lease costs others nothing. The fuzz target and a test of
-//! flannel-admission use it.
+//! flannel-route use it.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use flannel_admission::{Admission, AdmissionRules, OfferPlan};
 use flannel_core::address::Dual;
 use flannel_core::backend::Env;
 use flannel_core::json::Fields;
@@ -15,6 +14,7 @@ use flannel_core::object::{
 };
 use flannel_core::status::Rejection;
 use flannel_core::{Lease, Subnet, Subnets};
+use flannel_route::admission::{Admission, AdmissionRules, OfferPlan};
 
 /// The number of other nodes. Node `n` has the `n`th subnet.
 const NODES: u8 = 20;

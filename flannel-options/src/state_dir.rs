@@ -55,7 +55,7 @@ pub fn networks(dir: &Path) -> PathBuf {
     dir.join("networks")
 }
 
-/// The file with the backends that this host runs, as `flannel-moving` writes them. It has their
+/// The file with the backends that this host runs, as `flannel_route::moving` writes them. It has their
 /// options, secrets included.
 pub fn backends(dir: &Path) -> PathBuf {
     dir.join("backends")

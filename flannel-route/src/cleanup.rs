@@ -31,7 +31,7 @@ pub struct Cleanup {
 /// Removes all objects that `footprint` owns. No network may run meanwhile: it would restore them.
 ///
 /// For a backend with an annex, `kernel` must be
-/// [waiting](flannel_annex::WithAnnexes::waiting): `WithAnnexes::new(kernel, annex).waiting()`.
+/// [waiting](crate::annex::WithAnnexes::waiting): `WithAnnexes::new(kernel, annex).waiting()`.
 /// Otherwise the records stay.
 ///
 /// A nexthop object on the external interface stays if another program uses it

@@ -9,12 +9,12 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
+use crate::admission::{Handshakes, PathMtus};
 use crate::engine::{Engine, Inputs};
 use crate::gated_kernel::GatedKernel;
 use crate::kernel_network::KernelNetwork;
 use crate::listener::Listener;
 use crate::schedule::{Done, Permits, Schedule};
-use flannel_admission::{Handshakes, PathMtus};
 use flannel_core::Result;
 use flannel_core::kernel::{Changes, Invalidation, KernelError, ProcessNames};
 use flannel_core::lease::View;

@@ -23,9 +23,9 @@ use self::queue::{Queue, SLICE};
 pub(crate) use self::survey::{Reads, Survey};
 use self::table::{Actual, Cause, Row, Table};
 pub(crate) use self::write::BATCH;
+use crate::admission::{Admission, Answers, Changed, Delta, Handshakes, PathMtus, StaleLookups};
 use crate::apply_stats::ApplyStats;
 use crate::nexthops::nexthop;
-use flannel_admission::{Admission, Answers, Changed, Delta, Handshakes, PathMtus, StaleLookups};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::object::{Key, Object, State};
@@ -201,9 +201,9 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::admission::{AdmissionRules, OfferPlan};
+    use crate::annex::WithAnnexes;
     use crate::gated_kernel::GatedKernel;
-    use flannel_admission::{AdmissionRules, OfferPlan};
-    use flannel_annex::WithAnnexes;
     use flannel_core::Subnet;
     use flannel_core::backend::Env;
     use flannel_core::kernel::{

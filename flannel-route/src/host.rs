@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_admission::{Handshakes, PathMtus, ViewFilter};
-use flannel_annex::WithAnnexes;
+use crate::admission::{Handshakes, PathMtus, ViewFilter};
+use crate::annex::WithAnnexes;
 use flannel_core::backend::{
     Built, ExternalInterface, MemorySecrets, Node, NodeLease, Prepared, Secrets,
 };

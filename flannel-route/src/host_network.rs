@@ -1,6 +1,6 @@
 //! A network that this host has joined: of kernel objects, or one that runs itself.
 
-use flannel_admission::ViewFilter;
+use crate::admission::ViewFilter;
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, NetworkHandle};
 use flannel_core::{Network, Result};

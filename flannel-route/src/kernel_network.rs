@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_admission::{Admission, AdmissionRules, Handshakes, OfferPlan, PathMtus};
+use crate::admission::{Admission, AdmissionRules, Handshakes, OfferPlan, PathMtus};
 use flannel_core::address::Dual;
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Footprint, ProcessNames};
@@ -55,7 +55,7 @@ impl KernelNetwork {
     /// must be the same networks. The first blueprint whose plan accepts an offer of a peer defines
     /// its objects. The base objects of all blueprints are put in place.
     /// Blueprints with [records](flannel_core::object::Record) need a `kernel` that is wrapped in
-    /// [`WithAnnexes`](flannel_annex::WithAnnexes), as by [`Host::join`](crate::Host::join).
+    /// [`WithAnnexes`](crate::annex::WithAnnexes), as by [`Host::join`](crate::Host::join).
     pub fn new(
         kernel: Arc<dyn Kernel>,
         lease: NodeLease,

@@ -1,5 +1,7 @@
 #![doc = include_str!("../README.md")]
 
+pub mod admission;
+pub mod annex;
 mod apply_stats;
 mod cleanup;
 mod driver;
@@ -9,6 +11,7 @@ mod host;
 mod host_network;
 mod kernel_network;
 mod listener;
+pub mod moving;
 mod nexthops;
 mod pending_events;
 mod rate_limiter;

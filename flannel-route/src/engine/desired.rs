@@ -1,7 +1,7 @@
 //! The desired objects: this node's own, and those that accepted peers define.
 
+use crate::admission::{Admission, Answers, Changed, Id};
 use crate::nexthops::{Ids, nexthop};
-use flannel_admission::{Admission, Answers, Changed, Id};
 use flannel_core::object::{Key, LinkName, Object, ObjectKind, Route, State, Via};
 use flannel_core::{Lease, Subnet, Subnets};
 use std::collections::{BTreeMap, BTreeSet};

@@ -8,8 +8,8 @@ use tokio::time::Instant;
 use super::ahead::{Applier, BEGUN};
 use super::table::Row;
 use super::{Actual, Cause, Engine};
+use crate::admission::{Answers, Changed, Delta};
 use crate::gated_kernel::{Closed, GatedKernel};
-use flannel_admission::{Answers, Changed, Delta};
 use flannel_core::Lease;
 use flannel_core::object::{Change, Object, ObjectKind};
 

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::{Cause, Engine, Row};
-use flannel_admission::Answers;
+use crate::admission::Answers;
 use flannel_core::object::Object;
 use flannel_core::status::{Explanation, ObjectState, Status, Wait, Waiting};
 use flannel_core::{Kernel, Lease, Subnets};

@@ -7,8 +7,8 @@ use tokio::time::Instant;
 
 use super::table::{Actual, Row};
 use super::{Cause, Engine};
+use crate::admission::Answers;
 use crate::nexthops::Ids;
-use flannel_admission::Answers;
 use flannel_core::Kernel;
 use flannel_core::kernel::{KernelError, NexthopBlock};
 use flannel_core::object::{Change, Key, LinkName, Object, ObjectKind, State};

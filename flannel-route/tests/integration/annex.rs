@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use flannel_annex::WithAnnexes;
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{Annex, Changes, Footprint, Invalidation, KernelError, KernelEvent};
 use flannel_core::lease::Offer;
@@ -15,6 +14,7 @@ use flannel_core::network::NetworkHandle;
 use flannel_core::object::{Change, Key, LinkName, Object, Record, Secret};
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{Backend, Config, Kernel, Result, SubnetManager};
+use flannel_route::annex::WithAnnexes;
 use flannel_route::{Host, JoinOptions, cleanup};
 use test_support::eventually;
 use tokio::sync::mpsc;

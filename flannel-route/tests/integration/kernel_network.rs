@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use flannel_admission::PathMtus;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Footprint, ROUTE_PROTOCOL};
@@ -20,6 +19,7 @@ use flannel_core::status::Damage;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
 use flannel_core::{Kernel, Subnet, SubnetManager};
 use flannel_route::KernelNetwork;
+use flannel_route::admission::PathMtus;
 use tokio::sync::watch;
 
 const EINTR: i32 = 4;

@@ -7,6 +7,7 @@ mod annex;
 mod clashes;
 mod cleanup;
 mod custom;
+mod hostile;
 mod kernel_network;
 mod nexthops;
 mod scale;

@@ -6,16 +6,16 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 
-use flannel_annex::WithAnnexes;
 use flannel_api::{Client, VERSION};
 use flannel_core::object::LinkName;
 use flannel_core::{Backend, Config, Kernel, Subnet};
 use flannel_firewall::{Programs, leftovers};
-use flannel_moving::{Member, NodeBackends};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_options::printable::line;
 use flannel_options::state_dir;
+use flannel_route::annex::WithAnnexes;
+use flannel_route::moving::{Member, NodeBackends};
 use flannel_route::{Cleanup, cleanup as remove, ready_for_go, remove_former};
 use flannel_subnet::Cache;
 use serde_json::json;

@@ -1,7 +1,7 @@
 //! The backends that this node runs: one, or several while the cluster moves to another.
 //!
-//! `flannel-moving` decides on the steps of a move. Each step rebuilds the network, which keeps the
-//! objects in the kernel.
+//! `flannel_route::moving` decides on the steps of a move. Each step rebuilds the network, which
+//! keeps the objects in the kernel.
 
 pub(super) mod handshakes;
 mod silence;
@@ -22,10 +22,10 @@ use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
 use flannel_core::{Backend, Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
-use flannel_moving::{Blockers, Member, NodeBackends, Seen, Step, Tunnels, Wait};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
 use flannel_route::cleanup;
+use flannel_route::moving::{Blockers, Member, NodeBackends, Seen, Step, Tunnels, Wait};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 

@@ -3,17 +3,17 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use flannel_admission::Handshakes;
 use flannel_core::backend::{ExternalInterface, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
 use flannel_core::runtime::blocking;
 use flannel_core::subnet::Hints;
 use flannel_core::{Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
-use flannel_moving::{Member, NodeBackends};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
 use flannel_paths::Paths;
+use flannel_route::admission::Handshakes;
+use flannel_route::moving::{Member, NodeBackends};
 use flannel_route::{Host, HostNetwork, JoinOptions};
 use tokio::sync::{OnceCell, watch};
 use tokio::time::sleep;

@@ -4,11 +4,11 @@ use std::convert::Infallible;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use flannel_annex::WithAnnexes;
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
 use flannel_core::{Backend, Kernel};
+use flannel_route::annex::WithAnnexes;
 use flannel_route::cleanup;
 use tokio::sync::watch;
 use tokio::time::sleep;

@@ -11,12 +11,12 @@ use std::net::{IpAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_admission::Handshakes;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
-use flannel_moving::Tunnels;
 use flannel_netlink::Tunnel;
+use flannel_route::admission::Handshakes;
+use flannel_route::moving::Tunnels;
 use socket2::SockRef;
 use tokio::sync::watch;
 use tokio::time::sleep;

@@ -7,8 +7,8 @@ use flannel_core::kernel::Footprint;
 use flannel_core::object::{Key, LinkName};
 use flannel_core::status::{Failure, Status};
 use flannel_core::{Backend, Config};
-use flannel_moving::{Member, NodeBackends};
 use flannel_route::PreparedMember;
+use flannel_route::moving::{Member, NodeBackends};
 
 use crate::config::DaemonConfig;
 use crate::error::Error;

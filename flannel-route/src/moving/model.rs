@@ -15,7 +15,7 @@ use flannel_core::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, 
 use flannel_core::status::{Listing, Rejection};
 use proptest::prelude::*;
 
-use crate::{Member, NodeBackends, Seen, Tunnels, Wait};
+use crate::moving::{Member, NodeBackends, Seen, Tunnels, Wait};
 
 const KINDS: [&str; 3] = ["vxlan", "host-gw", TUNNEL];
 /// It needs a handshake with each peer.
@@ -507,7 +507,7 @@ fn a_move_waits_for_each_step_of_the_other_nodes() {
         cluster.happens(&Event::View(node, usize::MAX / 2));
         cluster.happens(&Event::Step { node, crash: false });
         let wait = cluster.step_of(node).unwrap().unwrap_err();
-        let names = |blockers: crate::Blockers| {
+        let names = |blockers: crate::moving::Blockers| {
             let first: Vec<_> = blockers.first.iter().map(|it| it.subnets.to_string()).collect();
             format!("{} {}", blockers.total, first.join(" "))
         };
@@ -644,5 +644,5 @@ fn only_the_first_blockers_are_listed() {
     let old = &["vxlan"][..];
     let wait = next("vxlan host-gw", &[&["vxlan", "host-gw"], old, old, old, old]).unwrap_err();
     let Wait::Offers(blockers) = wait else { panic!("{wait:?}") };
-    assert_eq!((blockers.total, blockers.first.len()), (4, crate::Blockers::LISTED));
+    assert_eq!((blockers.total, blockers.first.len()), (4, crate::moving::Blockers::LISTED));
 }

@@ -1,4 +1,57 @@
-#![doc = include_str!("../README.md")]
+//! The steps by which the nodes of a living cluster move from one backend to another, without a
+//! gap.
+//!
+//! A node **offers** each backend by which peers can reach it now: the lease lists the offers, the
+//! preferred one first. Nodes learn a changed network config at different times. So each node goes
+//! through the following steps at its own pace. A step is a pure function of the backends that the
+//! node runs, the backend of its config (the **target**), and `Seen`: the leases, whether the
+//! devices are in the kernel, and the handshakes that the target needs.
+//!
+//! | step | the node offers | it goes on when |
+//! |---|---|---|
+//! | 1 | the old backend, and runs both | the devices of the target are in its kernel |
+//! | 2 | the old one, then the target | every live lease offers the target |
+//! | 3 | the target, then the old one | every live lease prefers the target |
+//! | 4 | the target, and still runs both | no live lease offers the old one; no packet uses it |
+//! | 5 | the target, and runs only that | |
+//!
+//! - From step 2 on, a node reaches a peer by the target if the peer offers it too.
+//! - If the config changes meanwhile, even back, the node continues from its present offers. Nodes
+//!   with different configs keep at least one common offer.
+//! - A node of Go flannel offers only its own type. As long as it offers the old one, the move
+//!   stays at step 2, and all nodes reach each other.
+//! - A target such as WireGuard needs a handshake with each peer. Step 3 waits for it. Without one,
+//!   both nodes keep the old offer, and reach each other by that. A node does not wait for a peer
+//!   that offers only the target, nor for one whose lease it rejects: neither gets packets by the
+//!   old backend.
+//!
+//! Invariants, which `model.rs` tests with random clusters: two nodes always have a common offer;
+//! every chosen offer leads to a device that exists, and not to a tunnel that cannot complete a
+//! handshake if both nodes have another offer in common; the move ends with one offer.
+//!
+//! | item | purpose |
+//! |---|---|
+//! | `NodeBackends` | the backends that a node runs, in the order of its offers; kept as JSON |
+//! | `NodeBackends::step` | the next step, or the reason why the node waits |
+//!
+//! ```rust
+//! use flannel_core::config::BackendConfig;
+//! use flannel_core::lease::View;
+//! use flannel_core::status::Listing;
+//! use flannel_route::moving::{NodeBackends, Seen, Wait};
+//!
+//! let backend = |kind: &str| BackendConfig::parse(&format!("{{\"Type\": \"{kind}\"}}")).unwrap();
+//! let mut backends = NodeBackends::default();
+//! backends.aim_at("vxlan", &backend("vxlan"));
+//! assert!(!backends.is_moving());
+//! // The network config names another backend.
+//! backends.aim_at("host-gw", &backend("host-gw"));
+//! let (view, own) = (View::unknown(), "10.1.7.0-24".parse().unwrap());
+//! let rejected = &Listing::default();
+//! let seen = Seen { in_place: false, view: &view, own, tunnels: None, rejected };
+//! let step = backends.step("host-gw", &seen).unwrap();
+//! assert_eq!(step.next, Err(Wait::Devices));
+//! ```
 
 mod file;
 mod step;

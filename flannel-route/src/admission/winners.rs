@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use crate::peer_index::{Id, Peer};
+use crate::admission::peer_index::{Id, Peer};
 use flannel_core::Subnet;
 use flannel_core::object::{Key, Object};
 

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use crate::peer_index::Id;
+use crate::admission::peer_index::Id;
 use flannel_core::Subnet;
 use flannel_core::backend::Answer;
 use flannel_core::object::LinkName;

@@ -2,7 +2,7 @@
 
 use foldhash::HashMap;
 
-use crate::peer_index::{Id, Peer, PeerIndex};
+use crate::admission::peer_index::{Id, Peer, PeerIndex};
 use flannel_core::Subnet;
 
 /// Accepted peers by subnet, as far as they were looked up for one update. Each lookup is made

@@ -1,4 +1,31 @@
-#![doc = include_str!("../README.md")]
+//! `WithAnnexes` makes one `Kernel` of a kernel and the annexes of backends.
+//!
+//! An annex keeps the state of peers that is not in the kernel, for example a command that a
+//! backend runs for each peer. It shows this state as records. The route engine treats records like
+//! kernel objects: it puts, compares and repairs them.
+//!
+//! The module contains no annex. A backend with an annex returns it from `Backend::annexes`, and
+//! `flannel_route::Host::join` combines it with the kernel. `flannel-backend-extension` has one.
+//! You need it only if you call `KernelNetwork::new` or a cleanup with such a backend
+//! yourself. A cleanup needs `WithAnnexes::waiting`, because a program that ends must wait for its
+//! changes.
+//!
+//! It needs no runtime of its own. Its methods block as those of `Kernel` do.
+//!
+//! ```rust
+//! use std::sync::Arc;
+//! use flannel_route::annex::WithAnnexes;
+//! use flannel_core::Kernel;
+//! use flannel_core::kernel::Footprint;
+//! use flannel_core::testing::FakeKernel;
+//!
+//! # fn main() -> Result<(), flannel_core::kernel::KernelError> {
+//! let kernel: Arc<dyn Kernel> = Arc::new(FakeKernel::with_uplink("eth0"));
+//! // A backend without an annex: `Backend::annexes` returns none.
+//! let kernel = WithAnnexes::new(kernel, None);
+//! assert!(kernel.snapshot(&Footprint::default())?.is_empty());
+//! # Ok(()) }
+//! ```
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;

@@ -56,7 +56,7 @@ impl StaleLookups {
     }
 
     /// Returns the subnets whose answers are stale (`None`: all answers), for
-    /// [`Admission::recheck`](crate::Admission::recheck). Afterwards no answer is stale.
+    /// [`Admission::recheck`](crate::admission::Admission::recheck). Afterwards no answer is stale.
     pub fn take(&mut self) -> Vec<Option<Subnet>> {
         self.urgent = false;
         let under = std::mem::take(&mut self.under);

@@ -1,12 +1,10 @@
 //! One hostile lease, with any value, takes nothing from others.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#[path = "../../../fuzz/hostile.rs"]
+mod any_lease;
 
-#[path = "../../fuzz/hostile.rs"]
-mod hostile;
-
+use any_lease::hostile_lease;
 use flannel_core::object::{MacAddr, PublicKey};
-use hostile::hostile_lease;
 use proptest::prelude::*;
 
 /// One offer as JSON: with a MAC address, key and public address of its own, of another node, or

@@ -3,9 +3,9 @@
 use std::net::IpAddr;
 
 use super::{Admission, Changed, Delta, Update};
-use crate::incumbents::Incumbents;
-use crate::peer_index::{Expanded, Id, Peer, Sharing};
-use crate::winners::{Clash, Winners};
+use crate::admission::incumbents::Incumbents;
+use crate::admission::peer_index::{Expanded, Id, Peer, Sharing};
+use crate::admission::winners::{Clash, Winners};
 use flannel_core::Lease;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Revision};

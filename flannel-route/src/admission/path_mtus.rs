@@ -35,7 +35,7 @@ mod tests {
     use flannel_core::status::Rejection;
 
     use super::*;
-    use crate::{Admission, AdmissionRules, OfferPlan};
+    use crate::admission::{Admission, AdmissionRules, OfferPlan};
 
     /// A plan with a route to each subnet, and an MTU of its own for IPv6.
     fn plan(

@@ -15,11 +15,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use crate::advisories::Advisories;
-use crate::link_lookups::LinkLookups;
-use crate::offer_plan::{Handshakes, OfferPlan, Planned};
-use crate::path_mtus::{PathMtus, lower};
-use crate::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex, Sharing};
+use crate::admission::advisories::Advisories;
+use crate::admission::link_lookups::LinkLookups;
+use crate::admission::offer_plan::{Handshakes, OfferPlan, Planned};
+use crate::admission::path_mtus::{PathMtus, lower};
+use crate::admission::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex, Sharing};
 use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env};
 use flannel_core::object::{Key, LinkName, Object, Route, Via};

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::admission::{Admission, AdmissionRules};
-use crate::offer_plan::OfferPlan;
+use crate::admission::admit::{Admission, AdmissionRules};
+use crate::admission::offer_plan::OfferPlan;
 use flannel_core::address::Dual;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::network::AcceptedPeers;
