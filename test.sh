@@ -104,7 +104,7 @@ if [ "$(id -u)" = 0 ]; then
         sed -n 's#.*/\('"$crates"'\)/Cargo.toml".*'"$target"'.*"executable":"\([^"]*\)".*#\4#p' \
             <<<"$built"
     }
-    netns_crates='flannel-netlink\|flannel-nft\|flannel-firewall'
+    netns_crates='flannel-netlink\|flannel-firewall'
     netns_tests=$(executables "$netns_crates" 'lib\|test' '[a-z_]*')
     cni_tests=$(executables flannel-cni test integration)
     daemon_tests=$(executables flanneld test integration)

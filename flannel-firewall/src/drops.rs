@@ -12,7 +12,7 @@ use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::NetfilterSocket;
-use flannel_nft::{ChainHead, Expr, Table, TableFamily, hook, meta, verdict};
+use flannel_netlink::nftables::{ChainHead, Expr, Table, TableFamily, hook, meta, verdict};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 

@@ -7,7 +7,7 @@ mod table;
 
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::NetfilterSocket;
-use flannel_nft::{Table, TableFamily};
+use flannel_netlink::nftables::{Table, TableFamily};
 
 pub use self::annex::Guard;
 pub use self::backend::{Guarded, Usual};

@@ -13,7 +13,7 @@ use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::{
     Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
-use flannel_nft::{Expr, GROUP, Table, batch, generation};
+use flannel_netlink::nftables::{Expr, GROUP, Table, batch, generation};
 
 use self::table::{Content, Id, TABLES};
 use crate::error::Error;
@@ -144,7 +144,8 @@ fn finds_routes(socket: &mut NetfilterSocket, family: Family) -> bool {
     let rules = vec![vec![Expr::OutDevice]];
     let mut probe = batch();
     table.make_new(&mut probe, "can rules look for routes?");
-    flannel_nft::Chain { base: None, rules }.make(&mut probe, &table, "probe", "a probe");
+    flannel_netlink::nftables::Chain { base: None, rules }
+        .make(&mut probe, &table, "probe", "a probe");
     table.remove(&mut probe);
     let refused = socket.commit(probe).err();
     if let Some(Refused { error, .. }) = &refused {
@@ -267,12 +268,12 @@ fn read_tables(socket: &mut NetfilterSocket) -> Result<Vec<(Id, Option<Content>)
     })
 }
 
-/// [`flannel_nft::at_one_moment`] with the errors of this crate.
+/// [`flannel_netlink::nftables::at_one_moment`] with the errors of this crate.
 fn at_one_moment<T>(
     socket: &mut NetfilterSocket,
     read: impl FnMut(&mut NetfilterSocket) -> Result<T, Error>,
 ) -> Result<T, Error> {
-    flannel_nft::at_one_moment(socket, |error| Error::kernel("nftables", error), read)
+    flannel_netlink::nftables::at_one_moment(socket, |error| Error::kernel("nftables", error), read)
 }
 
 /// The chains of flannel that `iptables-nft` has in nf_tables. Only `iptables-nft` may change them.

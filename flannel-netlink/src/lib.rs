@@ -5,6 +5,7 @@ pub mod foreign;
 pub mod iface;
 mod kernel;
 pub mod netfilter;
+pub mod nftables;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod transport;

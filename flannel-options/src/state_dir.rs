@@ -55,8 +55,8 @@ pub fn networks(dir: &Path) -> PathBuf {
     dir.join("networks")
 }
 
-/// The file with the backends that this host runs, as `flannel_route::moving` writes them. It has their
-/// options, secrets included.
+/// The file with the backends that this host runs, as `flannel_route::moving` writes them. It has
+/// their options, secrets included.
 pub fn backends(dir: &Path) -> PathBuf {
     dir.join("backends")
 }

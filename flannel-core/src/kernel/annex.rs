@@ -10,10 +10,10 @@ use crate::object::{Change, Key, Record};
 /// Keeps the [`Record`]s of a backend: commands for each peer, a table in another process, rules
 /// about its packets.
 ///
-/// The route engine, with `flannel_route::annex::WithAnnexes`, treats records as kernel objects: it puts
-/// and deletes them, retries failures, shows them in the status, and adopts those of earlier runs.
-/// The methods follow the rules of [`Kernel`](super::Kernel). A change that takes long is only
-/// started, so that it delays no other change.
+/// The route engine, with `flannel_route::annex::WithAnnexes`, treats records as kernel objects: it
+/// puts and deletes them, retries failures, shows them in the status, and adopts those of earlier
+/// runs. The methods follow the rules of [`Kernel`](super::Kernel). A change that takes long is
+/// only started, so that it delays no other change.
 #[doc = include_str!("../../docs/annex.md")]
 pub trait Annex: fmt::Debug + Send + Sync {
     /// The name in its records, unique among all annexes.

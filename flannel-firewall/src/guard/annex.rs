@@ -14,7 +14,7 @@ use flannel_core::address::Family;
 use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, LongDrops, Refused};
 use flannel_core::object::{Change, Key, Object, Record};
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
-use flannel_nft::{Batches, GROUP, Table, at_one_moment};
+use flannel_netlink::nftables::{Batches, GROUP, Table, at_one_moment};
 
 use super::end::TunnelEnd;
 use super::table::{Before, Found, Sources, plan, trial};

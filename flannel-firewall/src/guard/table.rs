@@ -17,7 +17,7 @@ use flannel_core::backend::Inlet;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use flannel_netlink::netfilter::{Batch, NetfilterSocket};
-use flannel_nft::{
+use flannel_netlink::nftables::{
     Base, Batches, Chain, Expr, Marks, Set, SetHead, Table, TableFamily, TableHead, address_of,
     arrived_by, hook, is_other_device, kind, meta, octets, verdict,
 };
@@ -169,7 +169,7 @@ impl Sources {
     }
 
     /// The table as it is; `None` if it does not exist. It is read in several steps
-    /// ([`flannel_nft::at_one_moment`]).
+    /// ([`flannel_netlink::nftables::at_one_moment`]).
     pub(super) fn read(
         socket: &mut NetfilterSocket,
         table: &Table<'_>,

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage};
-use flannel_nft::{ChainChange, GROUP, TableFamily};
+use flannel_netlink::nftables::{ChainChange, GROUP, TableFamily};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;

@@ -1,7 +1,7 @@
 //! The instructions of a rule.
 
 use flannel_core::Subnet;
-use flannel_nft::{Expr, address_of, is_device, meta, octets, verdict};
+use flannel_netlink::nftables::{Expr, address_of, is_device, meta, octets, verdict};
 
 use crate::rules::{Rule, Side, Verdict};
 

@@ -10,6 +10,7 @@ mod fou;
 mod iface;
 mod ipip;
 mod netfilter;
+mod nftables;
 mod objects;
 mod qemu;
 mod routes;

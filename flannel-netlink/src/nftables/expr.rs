@@ -4,11 +4,11 @@
 
 use std::net::IpAddr;
 
+use crate::netfilter::{Attributes, Messages};
 use flannel_core::address::Family;
 use flannel_core::object::LinkName;
-use flannel_netlink::netfilter::{Attributes, Messages};
 
-use crate::attributes::{find, number, number_in, text_in};
+use crate::nftables::attributes::{find, number, number_in, text_in};
 
 /// Properties of a packet (`NFT_META_…`).
 pub mod meta {
@@ -110,8 +110,8 @@ pub enum Expr {
     SecondMask(Vec<u8>),
     /// Loads the index of the device by which the packet arrived, 4 bytes, if the route back to its
     /// source leaves by that device, else 0. It can be in chains of the hooks
-    /// [`PREROUTING`](crate::hook::PREROUTING), [`INPUT`](crate::hook::INPUT) and
-    /// [`FORWARD`](crate::hook::FORWARD).
+    /// [`PREROUTING`](crate::nftables::hook::PREROUTING), [`INPUT`](crate::nftables::hook::INPUT)
+    /// and [`FORWARD`](crate::nftables::hook::FORWARD).
     WayBack,
     /// Loads the [`kind`] of the source address, 4 bytes in the machine's byte order.
     SourceKind,
@@ -146,7 +146,7 @@ pub enum Expr {
         map: String,
     },
     /// Counts the packets that come so far. The number is not part of the value: see
-    /// [`Table::counted`](crate::Table::counted).
+    /// [`Table::counted`](crate::nftables::Table::counted).
     Counter,
     /// Ends the rule with a [`verdict`].
     Verdict(u32),

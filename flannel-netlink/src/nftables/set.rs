@@ -1,12 +1,12 @@
 //! Sets of nf_tables, and transactions that change their elements.
 
+use crate::netfilter::{Attributes, Batch, Make, Messages, NetfilterSocket};
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Attributes, Batch, Make, Messages, NetfilterSocket};
 
-use crate::attributes::{find, number, number_in};
-use crate::table::TABLE;
-use crate::{Table, batch, present};
+use crate::nftables::attributes::{find, number, number_in};
+use crate::nftables::table::TABLE;
+use crate::nftables::{Table, batch, present};
 
 /// `NFT_MSG_…`.
 const NEWSET: u8 = 9;
@@ -57,7 +57,7 @@ const MOST_CHANGES: usize = 200;
 /// A set or a map whose keys are addresses, or a mark and addresses.
 ///
 /// A rule can look up one address, or 4 bytes and an address: see
-/// [`Expr::Second`](crate::Expr::Second).
+/// [`Expr::Second`](crate::nftables::Expr::Second).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Set<'a> {
     /// Its table.

@@ -1,6 +1,6 @@
 //! Values in the attributes of messages.
 
-use flannel_netlink::netfilter::{Attributes, Messages};
+use crate::netfilter::{Attributes, Messages};
 
 /// Adds a number in network byte order.
 pub(crate) fn number(message: &mut Messages, kind: u16, value: u32) -> &mut Messages {

@@ -2,14 +2,14 @@
 
 use std::fmt;
 
+use crate::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
 
-use crate::attributes::{comment, find, number, number_in, text_in};
-use crate::chain::{CHAIN_NAME, DELCHAIN, GETCHAIN, RULE_CHAIN};
-use crate::expr::{self, Expr};
-use crate::{SUBSYSTEM, present};
+use crate::nftables::attributes::{comment, find, number, number_in, text_in};
+use crate::nftables::chain::{CHAIN_NAME, DELCHAIN, GETCHAIN, RULE_CHAIN};
+use crate::nftables::expr::{self, Expr};
+use crate::nftables::{SUBSYSTEM, present};
 
 /// `NFT_MSG_…`.
 pub(crate) const NEWTABLE: u8 = 0;
@@ -45,7 +45,7 @@ impl TableFamily {
     /// The families with tables that this crate knows.
     pub const ALL: [Self; 3] = [Self::Inet, Self::Ip, Self::Ip6];
 
-    /// `NFPROTO_…`, also the value of [`meta::NFPROTO`](crate::meta::NFPROTO).
+    /// `NFPROTO_…`, also the value of [`meta::NFPROTO`](crate::nftables::meta::NFPROTO).
     pub fn protocol(self) -> u8 {
         match self {
             Self::Inet => 1,
@@ -247,7 +247,7 @@ impl Table<'_> {
         })
     }
 
-    /// Whether a message of [`GROUP`](crate::GROUP) is about this table or its content.
+    /// Whether a message of [`GROUP`](crate::nftables::GROUP) is about this table or its content.
     pub fn is_changed_by(&self, message: &NetfilterMessage<'_>) -> bool {
         message.kind.number != NEWGEN
             && message.kind.family == self.family.protocol()

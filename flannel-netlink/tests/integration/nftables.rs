@@ -1,18 +1,16 @@
 //! The values against the kernel and `nft`.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::net::IpAddr;
 use std::time::Duration;
 
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::NetfilterSocket;
-use flannel_netlink::testing::{in_netns, run};
-use flannel_nft::{
+use flannel_netlink::nftables::{
     Base, Batches, Chain, ChainHead, Expr, Marks, Set, Table, TableFamily, address_of, arrived_by,
     at_one_moment, batch, hook, is_device, kind, meta, octets, verdict,
 };
+use flannel_netlink::testing::{in_netns, run};
 use test_support::eventually;
 
 const TABLE: Table<'_> = Table { family: TableFamily::Ip, name: "test" };

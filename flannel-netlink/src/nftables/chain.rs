@@ -1,12 +1,12 @@
 //! Chains and their rules.
 
+use crate::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
 use flannel_core::kernel::KernelError;
-use flannel_netlink::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
 
-use crate::attributes::{comment, find, number, number_in, text_in};
-use crate::expr::{self, Expr};
-use crate::table::{DELRULE, DELTABLE, NEWTABLE, RULE_EXPRESSIONS, TABLE};
-use crate::{SUBSYSTEM, Table, TableFamily, present};
+use crate::nftables::attributes::{comment, find, number, number_in, text_in};
+use crate::nftables::expr::{self, Expr};
+use crate::nftables::table::{DELRULE, DELTABLE, NEWTABLE, RULE_EXPRESSIONS, TABLE};
+use crate::nftables::{SUBSYSTEM, Table, TableFamily, present};
 
 /// `NFT_MSG_…`.
 const NEWCHAIN: u8 = 3;
@@ -57,7 +57,7 @@ pub struct Base {
     pub hook: u32,
     /// The place among the chains of the hook: lower ones come first.
     pub priority: i32,
-    /// The [`verdict`](crate::verdict) at the end of the chain.
+    /// The [`verdict`](crate::nftables::verdict) at the end of the chain.
     pub policy: u32,
 }
 
@@ -77,7 +77,7 @@ impl Base {
 impl Chain {
     /// The chains of a table with these names; `None` for one that does not exist.
     ///
-    /// They are read in several steps ([`at_one_moment`](crate::at_one_moment)).
+    /// They are read in several steps ([`at_one_moment`](crate::nftables::at_one_moment)).
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
@@ -183,8 +183,8 @@ pub struct ChainChange {
 }
 
 impl ChainChange {
-    /// The change in a message of [`GROUP`](crate::GROUP); `None`: the message is about a set or
-    /// something else.
+    /// The change in a message of [`GROUP`](crate::nftables::GROUP); `None`: the message is about a
+    /// set or something else.
     pub fn read(message: &NetfilterMessage<'_>) -> Option<Self> {
         let attributes = message.attributes.0;
         let chain = match message.kind.number {
