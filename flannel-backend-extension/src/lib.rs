@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod commands;
 mod options;
 
 use std::collections::BTreeMap;
@@ -8,8 +9,8 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::commands::{Annexes, Limits, Names, Of, Task};
 use async_trait::async_trait;
-use flannel_commands::{Annexes, Limits, Names, Of, Task};
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{Annex, Footprint};

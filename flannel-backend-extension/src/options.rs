@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use flannel_commands::Words;
+use crate::commands::Words;
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::{Config, Result};
 

@@ -8,6 +8,7 @@ mod examine;
 mod fixture;
 pub mod inputs;
 pub mod path_probe;
+pub mod paths;
 pub mod token;
 
 pub use examine::{

@@ -14,8 +14,8 @@ use flannel_core::object::ObjectKind;
 use flannel_core::status::{Damage, Rejection};
 use flannel_doctor::checks::host::CHECKS;
 use flannel_doctor::inputs::tunnels::Tunnels;
+use flannel_doctor::paths::Paths;
 use flannel_firewall::Packets;
-use flannel_paths::Paths;
 
 use crate::observe::{Counters, NetworkSnapshot, Rulebook, Snapshot};
 use crate::report::problems::first_error;

@@ -16,8 +16,8 @@ use flannel_core::lease::View;
 use flannel_core::status::{Status, Waiting};
 use flannel_core::subnet::Ownership;
 use flannel_core::{Config, Error as CoreError, SubnetManager, Subnets};
+use flannel_doctor::paths::Paths;
 use flannel_firewall::LegacyMemory;
-use flannel_paths::Paths;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::error::Error;

@@ -13,7 +13,7 @@ use flannel_api::{
 use flannel_core::object::Key;
 use flannel_core::status::{Failure, Status};
 use flannel_doctor::commands::is_kubernetes;
-use flannel_paths::Paths;
+use flannel_doctor::paths::Paths;
 
 use crate::observe::{NetworkSnapshot, Snapshot};
 use peers::interesting_peers;

@@ -15,8 +15,8 @@ use flannel_api::{
 };
 use flannel_core::Config;
 use flannel_doctor::checks::host::HostReport;
+use flannel_doctor::paths::Paths;
 use flannel_options::printable;
-use flannel_paths::Paths;
 use hyper::header::ACCEPT;
 use hyper::{Method, StatusCode};
 use serde::Serialize;

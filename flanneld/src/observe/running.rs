@@ -15,8 +15,8 @@ use flannel_core::{Config, Kernel};
 use flannel_doctor::Network;
 use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_doctor::path_probe::server::ServerConfig;
+use flannel_doctor::paths::{Paths, ProbeSettings};
 use flannel_netlink::NetlinkKernel;
-use flannel_paths::{Paths, ProbeSettings};
 use tokio::sync::watch;
 
 use crate::config::ControlConfig;

@@ -11,7 +11,7 @@ use flannel_core::status::Status;
 use flannel_core::{Config, Kernel, SubnetManager, Subnets};
 use flannel_doctor::checks::host::log_changes;
 use flannel_doctor::path_probe::server;
-use flannel_paths::probe;
+use flannel_doctor::paths::probe;
 use flannel_route::moving::Tunnels;
 use flannel_subnet::SubnetEnv;
 use tokio::sync::watch;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use flannel_doctor::inputs::echo::Answer;
+use crate::inputs::echo::Answer;
 
 /// The answers to the echoes of one probe. Those for packets of pods are at the tunnel address, or
 /// without a tunnel at the public address.

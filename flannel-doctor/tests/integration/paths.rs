@@ -1,7 +1,5 @@
 //! Probes over a real tunnel between two network namespaces.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,8 +13,8 @@ use flannel_core::network::NetworkHandle;
 use flannel_core::status::Status;
 use flannel_core::{Backend, Config, Lease};
 use flannel_doctor::Network;
+use flannel_doctor::paths::{Paths, ProbeSettings, probe};
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip, run};
-use flannel_paths::{Paths, ProbeSettings, probe};
 use test_support::eventually_async;
 use test_support::forge::{Flood, RawIcmp};
 use tokio::sync::watch;

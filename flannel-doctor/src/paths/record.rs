@@ -8,8 +8,8 @@ use flannel_core::Subnets;
 use flannel_core::address::Family;
 use tokio::time::Instant;
 
-use crate::agenda::Outcome;
-use crate::verdict::{Answers, Fault};
+use crate::paths::agenda::Outcome;
+use crate::paths::verdict::{Answers, Fault};
 
 /// The number of probes with a loss, one after the other, after which a path fails. As many without
 /// a loss end the need for a lower MTU.
@@ -177,7 +177,7 @@ impl Record {
 mod tests {
     use std::time::Duration;
 
-    use flannel_doctor::inputs::echo::Answer;
+    use crate::inputs::echo::Answer;
 
     use super::*;
 

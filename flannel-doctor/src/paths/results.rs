@@ -11,9 +11,9 @@ use flannel_core::status::Histogram;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::agenda::Outcome;
-use crate::record::{Change, Details, PathId, Record};
-use crate::verdict::{Answers, Fault};
+use crate::paths::agenda::Outcome;
+use crate::paths::record::{Change, Details, PathId, Record};
+use crate::paths::verdict::{Answers, Fault};
 
 /// If no node replies for this time, the fault is this host's underlay and not a node.
 const NO_REPLY: Duration = Duration::from_secs(5);
@@ -323,8 +323,8 @@ impl Table {
 
 #[cfg(test)]
 mod tests {
+    use crate::inputs::echo::Answer;
     use flannel_core::address::Family;
-    use flannel_doctor::inputs::echo::Answer;
 
     use super::*;
 

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use flannel_core::Subnet;
 use serde::{Deserialize, Serialize};
 
-use crate::task::{Of, Task};
+use crate::commands::task::{Of, Task};
 
 /// The name of a file that is being written. No subnet has it.
 const NEW: &str = ".new";

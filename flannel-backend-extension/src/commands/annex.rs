@@ -18,8 +18,8 @@ use flannel_core::object::{Change, Key, Record};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use self::queue::{EINVAL, Entry, Job, Queue, Unmade, Wanted, failed, of_another};
-use crate::files::{Files, State, Stored};
-use crate::task::{Names, Of, Task};
+use crate::commands::files::{Files, State, Stored};
+use crate::commands::task::{Names, Of, Task};
 
 /// The most commands at a time.
 const AT_ONCE: usize = 8;
@@ -47,7 +47,7 @@ struct Shared {
 impl Commands {
     /// An annex that keeps its tasks in `dir`, one file for each; `None`: in memory only. The
     /// directory is made with the first task; its parent must exist. One annex at a time may use
-    /// it: [`Annexes`](crate::Annexes) sees to that.
+    /// it: [`Annexes`](crate::commands::Annexes) sees to that.
     pub fn new(names: Names, dir: Option<PathBuf>) -> Self {
         let inner = Mutex::new(Queue { files: Files::new(dir), ..Queue::default() });
         let (ended, stopped) = Default::default();

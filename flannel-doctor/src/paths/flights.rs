@@ -3,14 +3,14 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use flannel_doctor::inputs::echo::{Answer, Probe};
-use flannel_doctor::inputs::echo_socket::Echo;
-use flannel_doctor::inputs::peers::Question;
-use flannel_doctor::token::token;
+use crate::inputs::echo::{Answer, Probe};
+use crate::inputs::echo_socket::Echo;
+use crate::inputs::peers::Question;
+use crate::token::token;
 use tokio::time::Instant;
 
-use crate::record::PathId;
-use crate::verdict::Answers;
+use crate::paths::record::PathId;
+use crate::paths::verdict::Answers;
 
 /// The time to wait for answers. A path is not probed again before.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(1);

@@ -9,7 +9,7 @@ use flannel_core::Subnet;
 use flannel_core::object::{Record, Secret};
 use serde::{Deserialize, Serialize};
 
-use crate::command::{Limits, Words};
+use crate::commands::command::{Limits, Words};
 
 /// The last bytes of the output of a command that an error has.
 const SHOWN: usize = 512;

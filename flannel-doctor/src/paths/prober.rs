@@ -5,28 +5,28 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::inputs::devices::Devices;
+use crate::inputs::echo::Answer;
+use crate::inputs::echo_socket::{Echo, IcmpMessage};
+use crate::inputs::network::Target;
+use crate::inputs::peers::Question;
+use crate::{Network, PathExamination, examine_path};
 use flannel_core::address::Dual;
 use flannel_core::lease::LeaseSet;
 use flannel_core::network::NetworkHandle;
 use flannel_core::status::Status;
 use flannel_core::{Lease, Subnets};
-use flannel_doctor::inputs::devices::Devices;
-use flannel_doctor::inputs::echo::Answer;
-use flannel_doctor::inputs::echo_socket::{Echo, IcmpMessage};
-use flannel_doctor::inputs::network::Target;
-use flannel_doctor::inputs::peers::Question;
-use flannel_doctor::{Network, PathExamination, examine_path};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-use crate::agenda::Agenda;
-use crate::change_log::ChangeLog;
-use crate::flights::{Flights, TIMEOUT};
-use crate::pinger::Pinger;
-use crate::record::{Details, PathId};
-use crate::results::Paths;
-use crate::verdict::Answers;
+use crate::paths::agenda::Agenda;
+use crate::paths::change_log::ChangeLog;
+use crate::paths::flights::{Flights, TIMEOUT};
+use crate::paths::pinger::Pinger;
+use crate::paths::record::{Details, PathId};
+use crate::paths::results::Paths;
+use crate::paths::verdict::Answers;
 
 /// The most examinations at the same time, so that many failing paths cost no more than a few.
 const EXAMINATIONS: usize = 8;

@@ -1,7 +1,5 @@
 //! Faults of an encrypted tunnel between two network namespaces, and what the doctor says.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

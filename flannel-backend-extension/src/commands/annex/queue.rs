@@ -8,8 +8,8 @@ use flannel_core::kernel::{Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Change, Object};
 use tokio::sync::mpsc::UnboundedSender;
 
-use crate::files::{Files, State, Stored};
-use crate::task::{Of, Task};
+use crate::commands::files::{Files, State, Stored};
+use crate::commands::task::{Of, Task};
 
 /// A command that removes something is tried so often, and for so long. Then it is taken for
 /// removed, because it may have no trace on this host any more.

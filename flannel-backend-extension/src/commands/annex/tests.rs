@@ -4,7 +4,7 @@ use std::path::Path;
 use flannel_core::object::Object;
 
 use super::*;
-use crate::{Annexes, Words};
+use crate::commands::{Annexes, Words};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const NAMES: Names = Names { annex: "mine", node: ["Begin", "End"], peer: ["Join", "Leave"] };

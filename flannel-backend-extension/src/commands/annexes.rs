@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use crate::annex::Commands;
-use crate::task::Names;
+use crate::commands::annex::Commands;
+use crate::commands::task::Names;
 
 /// The annexes that a backend has made. A backend keeps one such value, because
 /// `Backend::annex` must return a handle of the same annex for the same directory.

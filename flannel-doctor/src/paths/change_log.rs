@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::record::{Change, PathId};
+use crate::paths::record::{Change, PathId};
 
 /// The pause between log lines about changed paths.
 const PAUSE: Duration = Duration::from_secs(60);

@@ -3,9 +3,9 @@
 use std::io;
 use std::time::Duration;
 
+use crate::inputs::echo::Answer;
+use crate::inputs::echo_socket::{Echo, EchoSocket, IcmpMessage};
 use flannel_core::address::{Dual, Family};
-use flannel_doctor::inputs::echo::Answer;
-use flannel_doctor::inputs::echo_socket::{Echo, EchoSocket, IcmpMessage};
 use tokio::net::UdpSocket;
 
 /// The pause after a failure to receive.

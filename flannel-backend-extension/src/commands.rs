@@ -1,0 +1,76 @@
+//! `Commands` is an annex that puts a `Task` in place for each node of a network: it runs one
+//! command when the node comes, and another one when the node goes. This backend uses it. Use it
+//! for a backend of your own whose peers need a program rather than a kernel object.
+//!
+//! - A task is the content of a `Record`. So the route engine compares, repairs and retries it.
+//! - The task of this node is put in place before those of peers that wait for it.
+//! - No shell reads a command. It is split into words before variables are replaced.
+//! - At most eight commands run at a time, each with a time limit. A command that takes too long is
+//!   killed with the processes of its group.
+//! - The tasks in place are kept in a directory, with their commands. So the command for a node
+//!   that has left is known after a restart, and after a change of the config. Without a directory
+//!   nothing is kept: after a restart all tasks are put in place again, and none is removed.
+//! - After a restart the tasks of peers are in place, and nothing is run for them. The task of this
+//!   node is run again at every start of the process. After a boot all tasks are run again.
+//! - The status of a task that failed has the exit status and the end of the output.
+//! - A removal that fails is tried again. It is given up after five failures and ten seconds, with
+//!   a line in the log. After a boot it is given up after the first failure, because there is
+//!   usually nothing to remove.
+//! - `Annex::stop` kills the commands that run. Then it removes the task of this node, and waits up
+//!   to ten seconds for that. After it, no command begins.
+//!
+//! Each command has a thread while it runs. `Commands` does not block its caller, except for
+//! `Annex::wait`, `Annex::stop` and the files.
+//!
+//! ```rust
+//! use std::path::Path;
+//! use std::sync::Arc;
+//! use std::time::Duration;
+//! use flannel_backend_extension::commands::{Annexes, Names, Of, Task};
+//! use flannel_core::kernel::Annex;
+//! use flannel_core::object::{Change, Object};
+//!
+//! const NAMES: Names = Names { annex: "mine", node: ["Start", "Stop"], peer: ["Add", "Remove"] };
+//!
+//! struct Mine {
+//!     annexes: Annexes,
+//! }
+//!
+//! impl Mine {
+//!     // As in `Backend::annexes`: every call with the same directory returns the same annex.
+//!     fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
+//!         vec![Arc::new(self.annexes.annex(NAMES, state_dir.map(|dir| dir.join("mine"))))]
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let mine = Mine { annexes: Annexes::new() };
+//! let commands = mine.annexes(None).remove(0);
+//! let task = Task {
+//!     of: Of::Peer,
+//!     variables: [("SUBNET".to_owned(), "10.1.7.0/24".to_owned())].into(),
+//!     input: String::new(),
+//!     add: Some(["test", "$SUBNET", "=", "10.1.7.0/24"].into_iter().collect()),
+//!     remove: None,
+//!     timeout: 30,
+//!     waits: false,
+//! };
+//! let record = Object::from(task.record("mine", "10.1.7.0/24".parse()?));
+//! // The route engine does this with the records of the plan.
+//! let started = commands.apply(&[Change::Put(record.clone())]);
+//! assert!(started[0].as_ref().is_err_and(|error| error.is_started()));
+//! commands.wait(&record.key(), Duration::from_secs(30))?;
+//! assert_eq!(mine.annexes(None).remove(0).records()?.len(), 1);
+//! # Ok(()) }
+//! ```
+
+mod annex;
+mod annexes;
+mod command;
+mod files;
+mod task;
+
+pub use self::annex::Commands;
+pub use self::annexes::Annexes;
+pub use self::command::{Error, Limits, Output, Words};
+pub use self::task::{Names, Of, Task};
