@@ -32,8 +32,6 @@ mod path;
 mod peer;
 mod problem;
 pub mod request;
-#[cfg(feature = "server")]
-pub mod server;
 mod status;
 #[cfg(feature = "testing")]
 pub mod testing;

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use flannel_api::server::{Listener, listen, open_socket, serve};
+use crate::http::{Listener, listen, open_socket, serve};
 use flannel_options::control;
 
 use crate::config::{ControlConfig, ControlSocket};

@@ -5,6 +5,7 @@ mod config;
 mod control;
 mod daemon;
 mod error;
+mod http;
 mod metrics;
 mod observe;
 mod options;

@@ -8,8 +8,8 @@
 
 use std::net::IpAddr;
 
+use crate::http::{Request, Response, Site, json, parameter, refusal, response, text};
 use async_trait::async_trait;
-use flannel_api::server::{Request, Response, Site, json, parameter, refusal, response, text};
 use flannel_api::{
     LogReport, PathsReport, PeersReport, ReloadReport, StatusReport, TrialReport, VERSION,
 };

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use flannel_api::{ErrorReport, VERSION};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
@@ -27,9 +28,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use crate::{ErrorReport, VERSION};
-
-pub use listen::{listen, open_socket};
+pub(crate) use listen::{listen, open_socket};
 
 /// The maximum size of a request's head, in bytes: the minimum of hyper.
 const MAX_HEAD: usize = 8 * 1024;
@@ -50,10 +49,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A request. In place of a body it has the user id of the client, or `None` over TCP. The method
 /// `HEAD` is replaced by `GET`.
-pub type Request = hyper::Request<Option<u32>>;
+pub(crate) type Request = hyper::Request<Option<u32>>;
 
 /// A parameter of the query, decoded.
-pub fn parameter(request: &Request, name: &str) -> Option<String> {
+pub(crate) fn parameter(request: &Request, name: &str) -> Option<String> {
     let pairs = request.uri().query().unwrap_or_default().split('&');
     let mut pairs = pairs.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
     let (_, value) = pairs.find(|(key, _)| *key == name)?;
@@ -61,10 +60,10 @@ pub fn parameter(request: &Request, name: &str) -> Option<String> {
 }
 
 /// An answer.
-pub type Response = hyper::Response<String>;
+pub(crate) type Response = hyper::Response<String>;
 
 /// An answer with this `Content-Type`.
-pub fn response(status: StatusCode, kind: &'static str, body: String) -> Response {
+pub(crate) fn response(status: StatusCode, kind: &'static str, body: String) -> Response {
     let mut response = Response::new(body);
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
@@ -72,32 +71,32 @@ pub fn response(status: StatusCode, kind: &'static str, body: String) -> Respons
 }
 
 /// Plain text.
-pub fn text(status: StatusCode, body: impl Into<String>) -> Response {
+pub(crate) fn text(status: StatusCode, body: impl Into<String>) -> Response {
     response(status, "text/plain; charset=utf-8", body.into())
 }
 
 /// A value as JSON, on one line.
-pub fn json(status: StatusCode, value: &impl Serialize) -> Response {
+pub(crate) fn json(status: StatusCode, value: &impl Serialize) -> Response {
     let body = serde_json::to_string(value)
         .unwrap_or_else(|error| unreachable!("reports have only text keys: {error}"));
     response(status, "application/json", body + "\n")
 }
 
 /// The answer to a request for the control API that is refused.
-pub fn refusal(status: StatusCode, error: impl Into<String>) -> Response {
+pub(crate) fn refusal(status: StatusCode, error: impl Into<String>) -> Response {
     json(status, &ErrorReport { version: VERSION, error: error.into() })
 }
 
 /// Answers requests.
 #[async_trait]
-pub trait Site: Send + Sync {
+pub(crate) trait Site: Send + Sync {
     /// The answer to one request.
     async fn answer(&self, request: &Request) -> Response;
 }
 
 /// A socket that accepts connections.
 #[derive(Debug)]
-pub enum Listener {
+pub(crate) enum Listener {
     /// Its clients are unknown users.
     Tcp(TcpListener),
     /// The kernel reports the users of its clients.
@@ -128,7 +127,7 @@ impl Listener {
 ///
 /// # Cancel safety
 /// Dropping the future closes all connections.
-pub async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible {
+pub(crate) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible {
     let mut connections = Connections::new();
     loop {
         match listener.accept().await {

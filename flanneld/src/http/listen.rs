@@ -22,7 +22,7 @@ const NO_IPV6: [i32; 2] = [Errno::EAFNOSUPPORT as i32, Errno::EADDRNOTAVAIL as i
 ///
 /// **Source**: Go's `net.Listen("tcp", …)`, which Go flannel calls. A kubelet probes an IPv6-only
 /// node at its IPv6 address, though flannel's manifest leaves `0.0.0.0` in force.
-pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+pub(crate) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     let open = |address: SocketAddr| {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), None)?;
         if address.is_ipv6() {
@@ -51,7 +51,7 @@ pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
 ///
 /// # Errors
 /// The reason: another daemon answers there, or an error of the file.
-pub fn open_socket(path: &Path, group: Option<u32>) -> Result<UnixListener, String> {
+pub(crate) fn open_socket(path: &Path, group: Option<u32>) -> Result<UnixListener, String> {
     if std::os::unix::net::UnixStream::connect(path).is_ok() {
         return Err("another daemon answers there".to_owned());
     }
