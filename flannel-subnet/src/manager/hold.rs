@@ -308,6 +308,9 @@ impl LocalManager {
     /// The store has neither the key nor its holder, so the key expired.
     async fn reacquire(&self, held_lease: &HeldLease) -> Result<Option<LeaseEnd>> {
         let HeldLease { subnets, attrs, .. } = held_lease;
+        // The store has denied the lease, perhaps before its end: somebody may have revoked it.
+        // After a crash from here on, the cache must not give it back.
+        self.fallback.forget_own(subnets).await;
         let sent = self.clock.boottime();
         match self.store.create(subnets, attrs, self.grant(false)).await {
             Ok(entry) => {

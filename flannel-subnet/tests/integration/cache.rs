@@ -401,6 +401,34 @@ async fn a_deleted_lease_does_not_come_back_into_the_cache_while_the_node_moves(
     .expect("the new lease is saved within a minute");
 }
 
+/// The holder was revoked long before the end of its lease. The daemon may end while the answer to
+/// its next request is on the way.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_the_store_has_denied_leaves_the_cache_before_it_is_acquired_again() {
+    let fixture = Fixture::new();
+    fixture.first_run().await;
+    fixture.registry.set_outage(false);
+    let manager = fixture.node(0);
+    let held = manager.acquire_lease(&attrs(1)).await.unwrap();
+    let own = || Cache::open(fixture.path()).load().unwrap().own.map(|(own, _)| own.subnets);
+    assert_eq!(own(), Some(held.subnets));
+    fixture.registry.revoke(HolderId(1));
+    fixture.registry.set_reply_delay(MINUTE);
+    let forgotten = async {
+        while own().is_some() {
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        forgotten = timeout(HOUR, forgotten) => forgotten.expect("within an hour"),
+    }
+    fixture.registry.set_outage(true);
+    drop(manager);
+    let error = fixture.node(0).acquire_lease(&attrs(1)).await.unwrap_err();
+    assert!(matches!(error, Error::Store { .. }), "{error}");
+}
+
 /// Some stores distinguish a deleted lease from an expired one only if it was renewed before.
 #[tokio::test(start_paused = true)]
 async fn a_cached_lease_is_renewed_as_soon_as_the_store_is_back() {
