@@ -56,11 +56,11 @@ export PROMTOOL=${PROMTOOL:-$(command -v promtool || echo "$tools/promtool")}
 # Kernels for tests of devices that the kernel of this host may lack. They exist for x86-64 only.
 if [ "$(uname -m)" = x86_64 ]; then
     if [ -z "${FLANNEL_UML:-}" ] && [ ! -x /usr/bin/linux.uml ]; then
-        test-support/get-guest.sh uml "$tools/uml"
+        dev/test-support/get-guest.sh uml "$tools/uml"
         FLANNEL_UML=$(realpath "$tools/uml/usr")
     fi
     if [ -z "${FLANNEL_QEMU:-}" ]; then
-        test-support/get-guest.sh qemu "$tools/qemu"
+        dev/test-support/get-guest.sh qemu "$tools/qemu"
         FLANNEL_QEMU=$(realpath "$tools/qemu")
     fi
     export FLANNEL_UML=${FLANNEL_UML:-/usr} FLANNEL_QEMU

@@ -23,7 +23,7 @@ cd "$(dirname "$0")/.."
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-cp -r book.toml docs "$work"
+cp -r docs "$work"
 # This page is at the root of the repository, and in the book beside the pages of docs/.
 sed 's,](\([A-Z]\),](../\1,g; s,](docs/,](,g' ARCHITECTURE.md >"$work/ARCHITECTURE.md"
 # mdbook renders README.md as index.html, but does not change the links to it.
@@ -34,7 +34,7 @@ if [ -n "$url" ]; then
     sed -i "s,](\.\./\.\./,]($url/,g" "$work"/docs/*/*.md
 fi
 
-mdbook build --dest-dir "$out" "$work" 2>"$work/log" || {
+mdbook build --dest-dir "$out" "$work/docs" 2>"$work/log" || {
     cat "$work/log" >&2
     exit 1
 }

@@ -197,7 +197,7 @@ mod tests {
     /// The results for the files in the corpus of a fuzz target that a fuzzer has not added. Those
     /// have hexadecimal names.
     fn corpus(target: &str, check: impl Fn(&[u8]) -> u64) -> Vec<String> {
-        let dir = format!("{}/../fuzz/corpus/{target}", env!("CARGO_MANIFEST_DIR"));
+        let dir = format!("{}/../dev/fuzz/corpus/{target}", env!("CARGO_MANIFEST_DIR"));
         let files = std::fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
         let result = |path: std::path::PathBuf| {
             let packets = check(&std::fs::read(&path).unwrap());

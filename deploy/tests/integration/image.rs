@@ -335,7 +335,7 @@ fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
 #[test]
 fn the_image_and_the_unit_give_the_daemon_the_same_environment() {
     let read = |file| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
-    let (unit, image) = (read("../dist/flanneld.service"), read("../Dockerfile"));
+    let (unit, image) = (read("systemd/flanneld.service"), read("../Dockerfile"));
     let lines = unit.lines().filter_map(|line| line.strip_prefix("Environment="));
     let variables = lines.collect::<Vec<_>>().join(" \\\n    ");
     assert!(!variables.is_empty() && image.contains(&format!("ENV {variables}\n")), "{variables}");

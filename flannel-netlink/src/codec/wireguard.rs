@@ -387,7 +387,8 @@ pub(crate) mod tests {
     /// The Go library wgctrl, which Go flannel uses, has set this peer.
     #[test]
     fn a_peer_is_written_as_by_wgctrl() {
-        let theirs = include_bytes!("../../../fuzz/corpus/wireguard_message/set-peer-v4.request");
+        let theirs =
+            include_bytes!("../../../dev/fuzz/corpus/wireguard_message/set-peer-v4.request");
         let find = |bytes: &[u8]| {
             let message = messages(bytes).next().unwrap().unwrap();
             let (_, mut attributes) = message.split::<HEADER>().unwrap();

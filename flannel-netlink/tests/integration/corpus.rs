@@ -8,7 +8,7 @@ use flannel_netlink::testing::{decode, decode_wireguard};
 
 /// A line for each file of a corpus.
 fn read(corpus: &str, decode: impl Fn(&[u8]) -> Vec<String>) -> String {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(corpus);
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dev/fuzz/corpus").join(corpus);
     let mut read = String::new();
     let mut files: Vec<_> = fs::read_dir(&dir)
         .expect("the corpus is there")

@@ -1,6 +1,6 @@
 //! One hostile lease, with any value, takes nothing from others.
 
-#[path = "../../../fuzz/hostile.rs"]
+#[path = "../../../dev/fuzz/hostile.rs"]
 mod any_lease;
 
 use any_lease::hostile_lease;

@@ -1,6 +1,6 @@
 //! Replays the corpora of the fuzz targets.
 
-#[path = "../../../fuzz/properties.rs"]
+#[path = "../../../dev/fuzz/properties.rs"]
 mod properties;
 
 use std::collections::BTreeSet;
@@ -9,7 +9,7 @@ use std::path::Path;
 
 /// Checks the property on every file, and that only these files are accepted.
 fn replay(target: &str, property: fn(&str) -> bool, accepted: &[&str]) {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target);
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dev/fuzz/corpus").join(target);
     let mut good = BTreeSet::new();
     for file in fs::read_dir(&dir).expect("the corpus is there") {
         let path = file.expect("a file").path();

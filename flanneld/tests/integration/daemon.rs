@@ -619,8 +619,7 @@ fn a_failure_to_drop_capabilities_does_not_stop_the_daemon() {
 #[test]
 fn the_systemd_unit_is_valid_and_hardened() {
     let dir = tempfile::tempdir().unwrap();
-    let unit = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/flanneld.service"))
-        .unwrap();
+    let unit = include_str!("../../../deploy/systemd/flanneld.service");
     let installed = "ExecStart=/usr/local/bin/flanneld\n";
     assert!(unit.contains(installed));
     let path = dir.path().join("flanneld.service");

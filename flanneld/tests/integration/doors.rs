@@ -11,8 +11,8 @@ use flannel_netlink::testing::in_netns;
 
 use crate::running::wait_until;
 
-const UNIT: &str = include_str!("../../../dist/flanneld.service");
-const LOCK: &str = include_str!("../../../dist/flannel.tmpfiles");
+const UNIT: &str = include_str!("../../../deploy/systemd/flanneld.service");
+const LOCK: &str = include_str!("../../../deploy/systemd/flannel.tmpfiles");
 const SYSTEMD: &str = "/lib/systemd/systemd";
 /// The variable by which this test knows that it is the process of the unit.
 const INSIDE: &str = "FLANNEL_DOORS";

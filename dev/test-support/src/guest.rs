@@ -131,7 +131,8 @@ struct Start {
 const UML: Machine = Machine {
     variable: "FLANNEL_UML",
     default: Some("/usr"),
-    source: "install user-mode-linux, or run `test-support/get-guest.sh uml DIR` and name DIR/usr",
+    source: "install user-mode-linux, or run `dev/test-support/get-guest.sh uml DIR` and name \
+             DIR/usr",
     modules: "lib/uml/modules",
     append: |command, dir, place, start| {
         command.arg(dir.join("bin/linux.uml"));
@@ -146,7 +147,7 @@ const UML: Machine = Machine {
 const QEMU: Machine = Machine {
     variable: "FLANNEL_QEMU",
     default: None,
-    source: "run `test-support/get-guest.sh qemu DIR` and name DIR",
+    source: "run `dev/test-support/get-guest.sh qemu DIR` and name DIR",
     modules: "lib/modules",
     append: |command, dir, _, start| {
         let Start { program, arguments, variables } = start;

@@ -18,7 +18,7 @@ use crate::parts::witness::compare;
 /// The timeout for the objects of all peers.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-const UNIT: &str = include_str!("../../../dist/flanneld.service");
+const UNIT: &str = include_str!("../../../../deploy/systemd/flanneld.service");
 
 /// The environment that the service unit gives to the daemon.
 fn environment() -> impl Iterator<Item = (&'static str, &'static str)> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
-const UNIT: &str = include_str!("../../dist/flanneld.service");
+const UNIT: &str = include_str!("../../../deploy/systemd/flanneld.service");
 
 /// The values of a directive.
 fn values(directive: &str) -> Vec<&'static str> {

@@ -14,7 +14,7 @@ pub(crate) struct Tree {
 impl Tree {
     /// The repository that this program was built from.
     pub(crate) fn open() -> Result<Self> {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let args = ["ls-files", "--cached", "--others", "--exclude-standard"];
         let output = Command::new("git").args(args).current_dir(&root).output();
         let output = output.context("git ls-files")?;
