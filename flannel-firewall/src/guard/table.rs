@@ -467,16 +467,16 @@ fn refuse(reason: Reason, drops: bool, mut exprs: Vec<Expr>) -> Rule {
     Rule { counts: Some(reason), exprs }
 }
 
-/// Continues only if a packet is one of the tunnel. What fewest other packets have is asked first.
+/// Continues only if a packet is one of the tunnel. The family comes last, because most packets of
+/// other programs have it.
 fn comes(family: Family, inlet: Inlet) -> Vec<Expr> {
-    let mut exprs = match inlet {
-        Inlet::Udp(port) => {
-            vec![PORT, is(port.to_be_bytes().into()), Expr::Meta(meta::L4PROTO), is(vec![UDP])]
-        }
-        Inlet::Protocol(number) => vec![Expr::Meta(meta::L4PROTO), is(vec![number])],
+    let mut exprs = vec![Expr::Meta(meta::L4PROTO)];
+    match inlet {
+        Inlet::Udp(port) => exprs.extend([is(vec![UDP]), PORT, is(port.to_be_bytes().into())]),
+        Inlet::Protocol(number) => exprs.push(is(vec![number])),
         // A kind of packets that this crate does not know: none has this protocol.
-        _ => vec![Expr::Meta(meta::L4PROTO), is(vec![u8::MAX])],
-    };
+        _ => exprs.push(is(vec![u8::MAX])),
+    }
     exprs.extend([Expr::Meta(meta::NFPROTO), is(vec![TableFamily::from(family).protocol()])]);
     exprs
 }
