@@ -2,7 +2,7 @@
 # Renders the chart with helm, which HELM names if it is not in the PATH:
 #
 #     DIR/kube-flannel.yml               the namespace, and the chart with its default values
-#     DIR/tests/rendered/NAME.yml        the chart with the values of NAME.values.yaml there
+#     DIR/rendered/NAME.yml        the chart with the values of NAME.values.yaml there
 #
 # DIR is this directory if it is not given. Run it after each change of the chart. `.ci/long` checks
 # that the files are what it writes.
@@ -18,7 +18,7 @@ if ! command -v "$helm" >/dev/null; then
 fi
 render() { "$helm" template flannel "$here/chart/flannel" --namespace kube-flannel "$@"; }
 
-mkdir -p "$out/tests/rendered"
+mkdir -p "$out/rendered"
 {
     cat <<'END'
 # flannel on Kubernetes: kubectl apply -f kube-flannel.yml
@@ -39,5 +39,5 @@ END
     render
 } >"$out/kube-flannel.yml"
 for name in dual-stack udp; do
-    render --values "$here/tests/rendered/$name.values.yaml" >"$out/tests/rendered/$name.yml"
+    render --values "$here/rendered/$name.values.yaml" >"$out/rendered/$name.yml"
 done

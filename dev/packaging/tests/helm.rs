@@ -39,7 +39,7 @@ fn render(values: &Value) -> Result<Vec<Value>, String> {
     let output =
         helm(&[&["template", "flannel", chart, "--values", given], &namespace[..]].concat());
     if output.status.success() {
-        Ok(deploy::documents(&String::from_utf8(output.stdout).unwrap()).unwrap())
+        Ok(packaging::documents(&String::from_utf8(output.stdout).unwrap()).unwrap())
     } else {
         Err(String::from_utf8(output.stderr).unwrap())
     }
@@ -83,7 +83,7 @@ fn the_manifests_are_up_to_date() {
     let dir = tempfile::tempdir().unwrap();
     let output = Command::new(file("render-manifests.sh")).arg(dir.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    for name in ["kube-flannel.yml", "tests/rendered/dual-stack.yml", "tests/rendered/udp.yml"] {
+    for name in ["kube-flannel.yml", "rendered/dual-stack.yml", "rendered/udp.yml"] {
         let [there, expected] =
             [file(name), dir.path().join(name)].map(|path| std::fs::read_to_string(path).unwrap());
         assert!(there == expected, "deploy/{name} is out of date: run deploy/render-manifests.sh");

@@ -17,7 +17,7 @@ fn read(name: &str) -> String {
 
 /// The one document of a YAML file of the chart.
 fn yaml(name: &str) -> Value {
-    let mut documents = deploy::documents(&read(name)).unwrap();
+    let mut documents = packaging::documents(&read(name)).unwrap();
     assert_eq!(documents.len(), 1, "{name}");
     documents.remove(0)
 }
@@ -71,7 +71,7 @@ fn all_files_name_the_image_of_the_chart() {
     let text = |field: &str| image[field].as_str().unwrap().to_owned();
     let (repository, tag) = (text("repository"), text("tag"));
     let mut named = 0;
-    for dir in ["../docs", "../deploy", ".."] {
+    for dir in ["../docs", ".", ".."] {
         for entry in fs::read_dir(file(dir)).unwrap() {
             let path = entry.unwrap().path();
             let extension = path.extension().and_then(|extension| extension.to_str());
@@ -148,9 +148,9 @@ fn the_schema_names_only_known_values() {
 #[test]
 fn the_manifests_follow_the_templates() {
     for (rendered, text) in [
-        ("kube-flannel.yml", include_str!("../../kube-flannel.yml")),
-        ("rendered/dual-stack.yml", include_str!("../rendered/dual-stack.yml")),
-        ("rendered/udp.yml", include_str!("../rendered/udp.yml")),
+        ("kube-flannel.yml", include_str!("../../../../deploy/kube-flannel.yml")),
+        ("rendered/dual-stack.yml", include_str!("../../../../deploy/rendered/dual-stack.yml")),
+        ("rendered/udp.yml", include_str!("../../../../deploy/rendered/udp.yml")),
     ] {
         for (name, template) in templates() {
             let source = format!("# Source: flannel/templates/{name}");
@@ -227,8 +227,9 @@ fn the_default_values_are_in_the_manifest() {
 
 #[test]
 fn the_dual_stack_chart_is_valid_for_the_api_and_flanneld() {
-    let (values, objects) = (include_str!("../rendered/dual-stack.values.yaml"), dual_stack());
-    let values = deploy::documents(values).unwrap().remove(0);
+    let (values, objects) =
+        (include_str!("../../../../deploy/rendered/dual-stack.values.yaml"), dual_stack());
+    let values = packaging::documents(values).unwrap().remove(0);
     objects.iter().for_each(|object| known_to_the_api(object).unwrap());
     let data = &of_kind(&objects, "ConfigMap")["data"];
     let config = Config::parse(data["net-conf.json"].as_str().unwrap()).unwrap();

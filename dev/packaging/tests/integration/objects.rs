@@ -13,24 +13,24 @@ use serde_json::Value;
 
 /// A file in `deploy/`. `FLANNEL_DEPLOY` is a copy of it for users who cannot read it.
 pub(crate) fn file(name: &str) -> PathBuf {
-    let dir =
-        std::env::var_os("FLANNEL_DEPLOY").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    let dir = std::env::var_os("FLANNEL_DEPLOY")
+        .unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy").into());
     Path::new(&dir).join(name)
 }
 
 /// The objects of the plain manifest.
 pub(crate) fn manifest() -> Vec<Value> {
-    deploy::documents(include_str!("../../kube-flannel.yml")).unwrap()
+    packaging::documents(include_str!("../../../../deploy/kube-flannel.yml")).unwrap()
 }
 
 /// The objects of the chart for both families, with rules in nftables.
 pub(crate) fn dual_stack() -> Vec<Value> {
-    deploy::documents(include_str!("../rendered/dual-stack.yml")).unwrap()
+    packaging::documents(include_str!("../../../../deploy/rendered/dual-stack.yml")).unwrap()
 }
 
 /// The objects of the chart for the backend udp.
 pub(crate) fn udp() -> Vec<Value> {
-    deploy::documents(include_str!("../rendered/udp.yml")).unwrap()
+    packaging::documents(include_str!("../../../../deploy/rendered/udp.yml")).unwrap()
 }
 
 /// A container of the DaemonSet.
@@ -43,7 +43,7 @@ pub(crate) fn container<'a>(objects: &'a [Value], name: &str) -> &'a Value {
 
 /// The objects that clean nodes up.
 pub(crate) fn cleanup() -> Vec<Value> {
-    deploy::documents(include_str!("../../cleanup.yml")).unwrap()
+    packaging::documents(include_str!("../../../../deploy/cleanup.yml")).unwrap()
 }
 
 /// Kind and name, which identify and order objects.

@@ -60,7 +60,7 @@ fn the_image_has_every_program_at_the_path_in_the_manifest() {
 type Stage = Vec<(String, String)>;
 
 fn stages() -> Vec<Stage> {
-    let text = include_str!("../../../Dockerfile");
+    let text = include_str!("../../../../Dockerfile");
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
     let mut stages: Vec<Stage> = Vec::new();
     for line in lines.join("\n").replace("\\\n", " ").lines().filter(|line| !line.is_empty()) {
@@ -100,7 +100,7 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
     let stages = stages();
     let [build, last] = &stages[..] else { panic!("expected two stages: {stages:?}") };
 
-    let needs = include_str!("../../build-image-root.sh")
+    let needs = include_str!("../../../../deploy/build-image-root.sh")
         .split_once("(Debian: ")
         .unwrap()
         .1
@@ -116,10 +116,13 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
         (of(build, "WORKDIR"), of(build, "COPY"), of(build, "ARG")),
         (vec!["/src"], vec![". ."], vec!["FLANNEL_COMMIT="])
     );
-    assert_eq!(fs::metadata(file("..").join(script)).unwrap().permissions().mode() & 0o111, 0o111);
+    assert_eq!(
+        fs::metadata(file("build-image-root.sh")).unwrap().permissions().mode() & 0o111,
+        0o111
+    );
     // .dockerignore excludes no file that cargo needs.
-    let ignored = include_str!("../../../.dockerignore");
-    let cargo = include_str!("../../../Cargo.toml");
+    let ignored = include_str!("../../../../.dockerignore");
+    let cargo = include_str!("../../../../Cargo.toml");
     let members = cargo
         .split_once("members = [")
         .unwrap()
@@ -182,7 +185,7 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
     );
     let objects = manifest();
     let pod = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"];
-    let docs = include_str!("../../../docs/kubernetes.md");
+    let docs = include_str!("../../../../docs/kubernetes.md");
     for container in
         ["initContainers", "containers"].iter().flat_map(|kind| pod[kind].as_array().unwrap())
     {
@@ -334,8 +337,8 @@ fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
 
 #[test]
 fn the_image_and_the_unit_give_the_daemon_the_same_environment() {
-    let read = |file| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
-    let (unit, image) = (read("systemd/flanneld.service"), read("../Dockerfile"));
+    let unit = include_str!("../../../../deploy/systemd/flanneld.service");
+    let image = include_str!("../../../../Dockerfile");
     let lines = unit.lines().filter_map(|line| line.strip_prefix("Environment="));
     let variables = lines.collect::<Vec<_>>().join(" \\\n    ");
     assert!(!variables.is_empty() && image.contains(&format!("ENV {variables}\n")), "{variables}");

@@ -1,11 +1,11 @@
 //! Reads the Kubernetes manifests of flannel, for the tests that check them.
 //!
-//! Helm renders the chart, nothing here does. `render-manifests.sh` writes `kube-flannel.yml` and
-//! `tests/rendered/` from it. `tests/integration/chart.rs` checks these files and the chart as far
+//! Helm renders the chart, nothing here does. `deploy/render-manifests.sh` writes
+//! `deploy/kube-flannel.yml` and `deploy/rendered/` from it. `tests/integration/chart.rs` checks these files and the chart as far
 //! as it can without helm. `tests/helm.rs` needs helm and is not part of `cargo test`:
 //!
 //! ```sh
-//! HELM=/path/to/helm cargo test -p deploy --test helm
+//! HELM=/path/to/helm cargo test -p packaging --test helm
 //! ```
 
 use serde_json::Value;

@@ -11,6 +11,8 @@ use flannel_lab::Namespace;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::objects::file;
+
 /// The image's files, unoptimized. `FLANNEL_IMAGE` is a directory with them for users who cannot
 /// build them.
 pub(crate) fn image() -> &'static Path {
@@ -20,8 +22,7 @@ pub(crate) fn image() -> &'static Path {
             return (dir.into(), None);
         }
         let dir = tempfile::tempdir().unwrap();
-        let mut script =
-            Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("build-image-root.sh"));
+        let mut script = Command::new(file("build-image-root.sh"));
         script.arg(dir.path()).envs([
             ("PROFILE", "dev"),
             ("CNI_PROFILE", "dev"),
