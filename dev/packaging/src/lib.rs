@@ -1,8 +1,9 @@
 //! Reads the Kubernetes manifests of flannel, for the tests that check them.
 //!
 //! Helm renders the chart, nothing here does. `deploy/render-manifests.sh` writes
-//! `deploy/kube-flannel.yml` and `deploy/rendered/` from it. `tests/integration/chart.rs` checks these files and the chart as far
-//! as it can without helm. `tests/helm.rs` needs helm and is not part of `cargo test`:
+//! `deploy/kube-flannel.yml` and `deploy/rendered/` from it. `tests/integration/chart.rs` checks
+//! these files and the chart as far as it can without helm. `tests/helm.rs` needs helm and is not
+//! part of `cargo test`:
 //!
 //! ```sh
 //! HELM=/path/to/helm cargo test -p packaging --test helm
