@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::commands::{Annexes, Limits, Names, Of, Task};
 use async_trait::async_trait;
@@ -16,7 +16,7 @@ use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node,
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object};
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::{blocking, lock};
 use flannel_core::status::Rejection;
 use flannel_core::{Backend, Config, Error, Result, Subnet, Subnets};
 
@@ -122,7 +122,7 @@ impl Extension {
     async fn output_of_pre_startup(&self, options: &Options) -> Result<Option<String>> {
         let Some(words) = options.pre_startup.clone() else { return Ok(None) };
         let key = json(&words);
-        let outputs = || self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
+        let outputs = || lock(&self.outputs);
         let known = outputs().get(&key).cloned();
         if known.is_some() {
             return Ok(known);

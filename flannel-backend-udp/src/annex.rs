@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -12,6 +12,7 @@ use flannel_core::kernel::{
     Annex, Changes, Invalidation, KernelError, LongDrops, Refused, Traffic,
 };
 use flannel_core::object::{Change, Key, Object, Record, Secret};
+use flannel_core::runtime::lock;
 use flannel_udp::{DataPlane, Options, Peers, Prefix, Request, Status};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
@@ -159,7 +160,7 @@ impl Annex for Table {
 
     fn traffic(&self) -> Option<Traffic> {
         let counts = self.plane.counts()?;
-        let mut drops = self.drops.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut drops = lock(&self.drops);
         traffic(&counts, &mut drops, Instant::now())
     }
 

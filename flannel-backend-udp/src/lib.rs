@@ -9,7 +9,7 @@ mod traffic;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family, Subnet};
@@ -20,6 +20,7 @@ use flannel_core::backend::{
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
 use flannel_core::object::{Fou, Link, LinkKind, LinkName, Route, Tun, Via};
+use flannel_core::runtime::lock;
 use flannel_core::{Backend, Config, Error, Result};
 
 use crate::annex::Table;
@@ -97,7 +98,7 @@ impl Backend for UdpBackend {
 
     fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
         let dir = state_dir.unwrap_or_else(|| Path::new(RUN_DIR)).join(NAME);
-        let mut annexes = self.annexes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut annexes = lock(&self.annexes);
         let table = annexes.entry(dir.clone()).or_insert_with(|| Table::new(dir));
         vec![Arc::new(table.clone())]
     }

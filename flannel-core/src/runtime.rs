@@ -1,10 +1,49 @@
-//! Blocking work in async functions.
+//! Small additions to tokio and std: blocking work, tasks that end with their owner, and locks.
 
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::Mutex;
+use tokio::task::AbortHandle;
 use tokio::time::Instant;
+
+/// Locks a mutex whose data stay valid if a thread panics while it holds the lock.
+pub fn lock<T: ?Sized>(mutex: &std::sync::Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A task that ends when its owner drops it.
+#[derive(Debug)]
+pub struct Task(AbortHandle);
+
+impl Task {
+    /// Spawns a task on the current runtime.
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub fn spawn(work: impl Future<Output = ()> + Send + 'static) -> Self {
+        Self(tokio::spawn(work).abort_handle())
+    }
+
+    /// Ends the task now.
+    pub fn abort(&self) {
+        self.0.abort();
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+/// Waits for `event`, or forever if it is `None`.
+pub async fn or_never(event: Option<impl Future<Output = ()>>) {
+    match event {
+        Some(event) => event.await,
+        None => std::future::pending().await,
+    }
+}
 
 /// Runs `work` on a blocking thread of tokio. Dropping the future does not stop work that has
 /// begun. If the runtime shuts down before the work begins, the future never ends.

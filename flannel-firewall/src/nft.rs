@@ -5,11 +5,11 @@
 mod rule;
 mod table;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::{blocking, lock};
 use flannel_netlink::netfilter::{
     Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
@@ -54,7 +54,7 @@ impl Nft {
     pub(crate) async fn reconcile(&mut self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
         let desired = self.possible(rules).await;
         let socket = self.socket.clone();
-        let work = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
+        let work = move || match &mut *lock(&socket) {
             Some(socket) => {
                 let counted = count(socket, &desired)?;
                 Ok((reconcile(socket, &desired, true, |_| true)?, counted))
@@ -75,7 +75,7 @@ impl Nft {
         }
         if self.finds_routes.is_none() {
             let socket = self.socket.clone();
-            let probe = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
+            let probe = move || match &mut *lock(&socket) {
                 Some(socket) => families.into_iter().all(|family| finds_routes(socket, family)),
                 None => false,
             };
@@ -99,7 +99,7 @@ impl Nft {
 /// Waits for the end of a running transaction, so that a later [`Nft`] is the only writer.
 impl Drop for Nft {
     fn drop(&mut self) {
-        *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&self.socket) = None;
     }
 }
 

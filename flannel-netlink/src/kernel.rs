@@ -15,13 +15,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{
     Changes, Footprint, KernelError, NexthopIds, ProcessNames, RouteAnswer,
 };
 use flannel_core::object::{Change, Link, State};
+use flannel_core::runtime::lock;
 
 use self::apply::Writer;
 use self::changes::Listener;
@@ -132,7 +133,7 @@ impl NetlinkKernel {
     /// Locks the request socket. A panic of another thread that held the lock does no harm: the
     /// answers that it did not read have old sequence numbers, and are skipped.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Socket> {
-        self.socket.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.socket)
     }
 }
 
@@ -184,6 +185,6 @@ impl Kernel for NetlinkKernel {
 /// Finds the processes that have sockets in the network namespace of this kernel handle.
 impl ProcessNames for NetlinkKernel {
     fn name(&self, port: u32) -> Option<String> {
-        self.processes.lock().unwrap_or_else(PoisonError::into_inner).name(port)
+        lock(&self.processes).name(port)
     }
 }

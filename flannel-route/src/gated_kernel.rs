@@ -1,11 +1,12 @@
 //! A kernel that takes no change after its gate was closed.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::object::Change;
+use flannel_core::runtime::lock;
 
 /// The result of each change of a batch.
 pub(crate) type Results = Vec<Result<(), KernelError>>;
@@ -30,7 +31,7 @@ impl GatedKernel {
 
     /// Applies a batch of changes.
     pub(crate) fn apply(&self, footprint: &Footprint, batch: &[Change]) -> Result<Results, Closed> {
-        let _applying = self.applying.lock().unwrap_or_else(PoisonError::into_inner);
+        let _applying = lock(&self.applying);
         let closed = self.closed.load(Relaxed);
         if closed { Err(Closed) } else { Ok(self.kernel.apply(footprint, batch)) }
     }
@@ -39,7 +40,7 @@ impl GatedKernel {
     pub(crate) fn close(&self) {
         // Without the flag, the next batch could take the lock before this function does.
         self.closed.store(true, Relaxed);
-        drop(self.applying.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(lock(&self.applying));
     }
 }
 

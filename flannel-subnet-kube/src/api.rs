@@ -8,12 +8,13 @@ pub(crate) mod kubeconfig;
 pub(crate) mod pause;
 mod tls;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use flannel_core::Error;
 use flannel_core::lease::Revision;
+use flannel_core::runtime::lock;
 use flannel_core::subnet::StoreStatus;
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full};
@@ -134,7 +135,7 @@ impl Api {
     }
 
     pub(crate) fn stats(&self) -> MutexGuard<'_, StoreStatus> {
-        self.stats.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.stats)
     }
 
     /// Notes that the server answered, and the version in its answer.
@@ -216,7 +217,7 @@ impl Api {
     }
 
     fn current(&self) -> Current {
-        self.current.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.current).clone()
     }
 
     /// Reads credentials and certificates again, unless another request has just done so.
@@ -227,7 +228,7 @@ impl Api {
             return Ok(());
         }
         let connection = self.source.connection().await?;
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = lock(&self.current);
         *current = Current { connection, generation: current.generation.max(used.generation) + 1 };
         *used = current.clone();
         Ok(())

@@ -20,7 +20,7 @@ use crate::api::pause::Pause;
 use crate::api::{Api, Failure};
 use crate::node::annotations::wrong_overwrites;
 use crate::node::{Node, Wire};
-use crate::runtime::Task;
+use flannel_core::runtime::Task;
 use list::Freshness;
 use nodes::Nodes;
 pub(crate) use nodes::ReadOptions;

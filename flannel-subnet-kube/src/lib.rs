@@ -5,7 +5,6 @@ mod follow;
 mod manager;
 mod node;
 mod options;
-mod runtime;
 #[cfg(feature = "testing")]
 pub mod testing;
 

@@ -24,7 +24,7 @@ use flannel_core::{Config, Error, Lease, Result, SubnetManager};
 use tokio::sync::watch;
 
 use crate::options::KubeOptions;
-use crate::runtime::{Task, lock};
+use flannel_core::runtime::{Task, lock};
 use shared::Shared;
 
 /// The time between two reads of the file with the network config.

@@ -11,9 +11,10 @@ mod stream;
 
 use std::io::Cursor;
 use std::net::{SocketAddr, TcpListener};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
+use flannel_core::runtime::lock;
 use hyper_util::rt::TokioIo;
 use rustls::ServerConfig;
 use rustls::pki_types::pem::PemObject;
@@ -51,10 +52,6 @@ pub(crate) struct Shared {
     pub(crate) changes: watch::Sender<u64>,
     pub(crate) cuts: watch::Sender<(u64, Cut)>,
     pub(crate) bookmarks: watch::Sender<u64>,
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ApiServer {

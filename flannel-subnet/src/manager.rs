@@ -27,10 +27,10 @@ use crate::clock::{Clock, SystemClock};
 use crate::files::cache::Cache;
 use crate::reflect::Reflector;
 use crate::registry::{HolderId, Metered, Registry, unanswered};
-use crate::runtime::{Task, lock};
 pub use assigned::AssignedManager;
 use configs::Configs;
 use fallback::Fallback;
+use flannel_core::runtime::{Task, lock};
 use holding::Holding;
 use listing::as_stored;
 

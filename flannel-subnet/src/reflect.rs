@@ -13,7 +13,7 @@ use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
 
 use crate::registry::{Batch, Listing, Now, Registry};
-use crate::runtime::{Task, lock};
+use flannel_core::runtime::{Task, lock};
 
 /// The number of released subnets that are remembered.
 const FREED: usize = 1024;

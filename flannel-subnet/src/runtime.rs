@@ -1,45 +1,10 @@
-//! Small additions to tokio and std: tasks, descriptors, timers, and locks.
+//! Descriptors that tokio watches.
 
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::task::AbortHandle;
-
-/// A task that ends when its owner drops it.
-#[derive(Debug)]
-pub(crate) struct Task(AbortHandle);
-
-impl Task {
-    /// Spawns a task on the current runtime.
-    ///
-    /// # Panics
-    /// There is no tokio runtime.
-    pub(crate) fn spawn(work: impl Future<Output = ()> + Send + 'static) -> Self {
-        Self(tokio::spawn(work).abort_handle())
-    }
-}
-
-impl Drop for Task {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-/// Waits for `event`. Without an event it waits forever.
-pub(crate) async fn or_never(event: Option<impl Future<Output = ()>>) {
-    match event {
-        Some(event) => event.await,
-        None => std::future::pending().await,
-    }
-}
-
-/// Locks a mutex whose data stay valid if a thread panics while it holds the lock.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Registers a descriptor with the current runtime, to wait until it is readable.
 ///

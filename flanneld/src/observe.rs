@@ -9,10 +9,11 @@ mod snapshot;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::lease::View;
+use flannel_core::runtime::lock;
 use flannel_core::status::{Status, Waiting};
 use flannel_core::subnet::Ownership;
 use flannel_core::{Config, Error as CoreError, SubnetManager, Subnets};
@@ -99,7 +100,7 @@ impl Observer {
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.known)
     }
 
     fn set(&self, set: impl FnOnce(&mut Known)) {

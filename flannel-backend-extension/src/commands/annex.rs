@@ -15,6 +15,7 @@ use async_trait::async_trait;
 use flannel_core::Subnet;
 use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError};
 use flannel_core::object::{Change, Key, Record};
+use flannel_core::runtime::lock;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use self::queue::{EINVAL, Entry, Job, Queue, Unmade, Wanted, failed, of_another};
@@ -55,7 +56,7 @@ impl Commands {
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.0.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.inner)
     }
 
     /// The state after the files were read.

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+
+use flannel_core::runtime::lock;
 
 use crate::commands::annex::Commands;
 use crate::commands::task::Names;
@@ -21,7 +23,7 @@ impl Annexes {
     /// The annex with this name and directory. The first call makes it, as [`Commands::new`] does.
     /// Later calls return handles of it, and the other names have no effect.
     pub fn annex(&self, names: Names, dir: Option<PathBuf>) -> Commands {
-        let mut annexes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut annexes = lock(&self.0);
         let annex = annexes.entry((names.annex, dir.clone()));
         annex.or_insert_with(|| Commands::new(names, dir)).clone()
     }

@@ -1,12 +1,13 @@
 //! Secrets of a node.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::{fmt, io};
 
 use async_trait::async_trait;
 
 use crate::object::Secret;
+use crate::runtime::lock;
 
 /// Makes a new secret, for example from random bytes.
 pub type MakeSecret<'a> = dyn Fn() -> io::Result<Secret> + Send + Sync + 'a;
@@ -33,7 +34,7 @@ pub struct MemorySecrets(Mutex<HashMap<String, Secret>>);
 #[async_trait]
 impl Secrets for MemorySecrets {
     async fn get_or_create(&self, name: &str, make: &MakeSecret<'_>) -> io::Result<Secret> {
-        let mut secrets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut secrets = lock(&self.0);
         if let Some(secret) = secrets.get(name) {
             return Ok(secret.clone());
         }

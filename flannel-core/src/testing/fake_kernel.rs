@@ -6,7 +6,7 @@ mod tables;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use async_trait::async_trait;
 use tokio::sync::mpsc;
@@ -18,6 +18,7 @@ use crate::kernel::{
     ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
 };
 use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, Route, State, Via};
+use crate::runtime::lock;
 
 const ENOBUFS: i32 = 105;
 
@@ -267,7 +268,7 @@ impl FakeKernel {
     }
 
     fn lock(&self) -> MutexGuard<'_, Tables> {
-        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.tables)
     }
 }
 

@@ -1,7 +1,7 @@
 //! A subnet manager in memory.
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
 use async_trait::async_trait;
@@ -11,6 +11,7 @@ use crate::address::{Dual, Subnet};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, Subnets, View};
+use crate::runtime::lock;
 use crate::subnet::{Hints, LeaseEnd, Loss, Ownership, Readiness, StoreStatus, SubnetManager};
 
 /// A subnet manager in memory. A test writes the leases of peers. This node always gets the first
@@ -115,7 +116,7 @@ impl FakeSubnets {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

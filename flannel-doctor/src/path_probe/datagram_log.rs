@@ -4,8 +4,10 @@
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+use flannel_core::runtime::lock;
 
 use super::protocol::Nonce;
 
@@ -36,7 +38,7 @@ impl DatagramLog {
     /// Records a packet of `size` bytes. Returns false if the node has sent too many in this
     /// second; the packet is then ignored.
     pub(super) fn record(&self, from: IpAddr, nonce: Nonce, size: u16) -> bool {
-        let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = lock(&self.0);
         let recent = |entry: &&Entry| entry.from == from && entry.second.elapsed() < SECOND;
         if entries.iter().filter(recent).map(|entry| entry.times).sum::<u32>() >= MAX_PER_SECOND {
             return false;
@@ -60,7 +62,7 @@ impl DatagramLog {
 
     /// The size of the largest packet of a probe, in bytes; 0: none arrived.
     pub(super) fn largest(&self, from: IpAddr, nonce: Nonce) -> u16 {
-        let entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let entries = lock(&self.0);
         let known = entries.iter().find(|entry| (entry.from, entry.nonce) == (from, nonce));
         known.map_or(0, |entry| entry.size)
     }

@@ -14,12 +14,13 @@
 use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::View;
 use flannel_core::object::LinkName;
+use flannel_core::runtime::lock;
 use flannel_core::status::Status;
 use flannel_core::{Lease, Subnets};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
@@ -113,7 +114,7 @@ impl<'a> Server<'a> {
     }
 
     fn nodes(&self) -> MutexGuard<'_, Nodes> {
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.nodes)
     }
 }
 

@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
 use flannel_api::{Finding, PathReport, PathsSummary, rounded, seconds};
 use flannel_core::Subnet;
+use flannel_core::runtime::lock;
 use flannel_core::status::Histogram;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -64,7 +65,7 @@ impl Paths {
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// The MTUs, in bytes, that routes to subnets of peers must have: larger packets are lost on

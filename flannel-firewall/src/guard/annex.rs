@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -13,6 +13,7 @@ use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, LongDrops, Refused};
 use flannel_core::object::{Change, Key, Object, Record};
+use flannel_core::runtime::lock;
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
 use flannel_netlink::nftables::{Batches, GROUP, Table, at_one_moment};
 
@@ -163,7 +164,7 @@ impl Guard {
     }
 
     fn report(&self) -> MutexGuard<'_, Report> {
-        self.report.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.report)
     }
 
     /// The error with the name of the table.
@@ -182,7 +183,7 @@ impl Guard {
         // The number of a namespace is not used again while a socket is in it. Without `/proc` all
         // threads count as one namespace.
         let namespace = std::fs::metadata("/proc/thread-self/ns/net").map_or(0, |it| it.ino());
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kernels = lock(&self.kernels);
         let kernel = kernels.entry(namespace).or_default();
         kernel.tag = self.tag;
         work(kernel)

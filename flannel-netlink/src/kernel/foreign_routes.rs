@@ -7,12 +7,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::ROUTE_PROTOCOL;
 use flannel_core::object::MacAddr;
+use flannel_core::runtime::lock;
 
 use crate::codec::fdb::Special;
 use crate::codec::neigh::NeighMessage;
@@ -193,7 +194,7 @@ impl ForeignRoutes {
 
     /// Locks the values. They are consistent even if another thread panicked with the lock.
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

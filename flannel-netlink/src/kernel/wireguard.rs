@@ -11,13 +11,14 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::Subnet;
 use flannel_core::address::Dual;
 use flannel_core::kernel::{Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Change, Key, LinkName, Object, Peer, PublicKey, Secret, Wireguard};
+use flannel_core::runtime::lock;
 
 use super::NetlinkKernel;
 use super::query::{ENODEV, get_link};
@@ -271,7 +272,7 @@ impl WireguardDevices {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

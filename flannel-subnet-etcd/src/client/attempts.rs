@@ -1,9 +1,10 @@
 //! Requests that are repeated, at one endpoint after the other, until they are answered.
 
 use std::future::Future;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
+use flannel_core::runtime::lock;
 use flannel_core::{Error, Result};
 use tokio::time::{Instant, timeout};
 
@@ -60,7 +61,7 @@ impl Attempts {
     }
 
     fn note(&self) -> MutexGuard<'_, Option<Trouble>> {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.trouble)
     }
 
     /// Notes that no endpoint answers.

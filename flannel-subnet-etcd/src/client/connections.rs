@@ -3,11 +3,12 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex as StdMutex, PoisonError};
+use std::sync::{Arc, Mutex as StdMutex};
 use std::time::Duration;
 use std::{fs, io};
 
 use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
+use flannel_core::runtime::lock;
 use flannel_core::{Error, Result};
 use tokio::sync::Mutex;
 
@@ -36,7 +37,7 @@ impl Connection {
     /// In TLS 1.3 the server may close the connection before its alert about our certificate is
     /// read. Then its last refusal still holds.
     pub(crate) fn interpret<T>(&self, outcome: Result<T, Failure>) -> Result<T, Failure> {
-        let mut refusal = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut refusal = lock(&self.refusal);
         match &outcome {
             Ok(_) => *refusal = None,
             Err(failure) if failure.retry == Retry::OtherEndpoint => {
@@ -115,7 +116,7 @@ impl Connections {
             && failure.retry == Retry::Never
         {
             // Perhaps only one of the two files was replaced yet.
-            let mut logged = self.logged.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut logged = lock(&self.logged);
             if logged.replace(files.clone()) != Some(files) {
                 tracing::warn!(
                     %endpoint, reason = failure.text,

@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use etcd_client::{GetResponse, KvClient};
+use flannel_core::runtime::lock;
 use flannel_core::{Error, Result};
 use flannel_subnet::HolderId;
 
@@ -45,7 +46,7 @@ impl Store {
 
     /// The holder whose etcd lease exists, so that it is renewed and not granted.
     pub(crate) fn known(&self) -> MutexGuard<'_, Option<HolderId>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.known)
     }
 
     pub(crate) fn error(&self, key: &str, reason: impl Into<String>) -> Error {

@@ -11,13 +11,14 @@ use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use flannel_core::{Error, Lease, Result};
 use tokio::time::{Instant, sleep};
 
+use flannel_core::runtime::lock;
+
 use super::own::missing;
 use super::shared::Shared;
 use crate::api::pause::Pause;
 use crate::follow::Own;
 use crate::node::Node;
 use crate::node::annotations::{Values, desired, has};
-use crate::runtime::lock;
 
 /// The time without a foreign write after which the next one is a new conflict.
 const QUIET: Duration = Duration::from_secs(60);

@@ -11,6 +11,8 @@ use flannel_core::{Config, Error, Lease, Result, Subnets};
 use serde::Deserialize;
 use serde_json::json;
 
+use flannel_core::runtime::lock;
+
 use super::shared::Shared;
 use crate::api::Call;
 use crate::node::annotations::{
@@ -18,7 +20,6 @@ use crate::node::annotations::{
 };
 use crate::node::{Node, Wire};
 use crate::options::NodeIdentity;
-use crate::runtime::lock;
 
 impl Shared {
     /// This node's name. If only the pod is known, the name is read from the pod.

@@ -11,13 +11,14 @@ use flannel_core::subnet::{Hints, Ownership, Readiness};
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{OnceCell, watch};
 
+use flannel_core::runtime::lock;
+
 use super::wait::Obstacle;
 use crate::api::{Api, Source};
 use crate::follow::{Follower, Own, ReadOptions};
 use crate::node::Node;
 use crate::node::annotations::{Values, overwrites};
 use crate::options::KubeOptions;
-use crate::runtime::lock;
 
 /// The state that a [`KubeManager`](crate::KubeManager) shares with its tasks.
 #[derive(Debug)]

@@ -9,11 +9,12 @@ use std::time::Duration;
 use flannel_core::{Config, Error, Result, SubnetManager};
 use tokio::time::sleep;
 
+use flannel_core::runtime::lock;
+
 use super::KubeManager;
 use super::shared::Shared;
 use crate::api::pause::Pause;
 use crate::follow::Own;
-use crate::runtime::lock;
 
 /// The upper limit of the first pause.
 const FIRST: Duration = Duration::from_secs(1);

@@ -9,6 +9,8 @@ use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Config, Error, Lease, Result, Subnet, Subnets};
 
+use flannel_core::runtime::lock;
+
 use super::LocalManager;
 use super::hold::is_blank;
 use super::holding::{HeldLease, LeaseTerm};
@@ -16,7 +18,6 @@ use super::listing::{earlier, fits, occupied, own_entry, unfit};
 use crate::allocate::allocate;
 use crate::files::cache::SavedEnd;
 use crate::registry::{Entry, LeaseGrant, Listing, Registry};
-use crate::runtime::lock;
 
 /// The result of one attempt to acquire a lease.
 enum Attempt {

@@ -15,12 +15,13 @@ use flannel_core::{Config, Error, Lease, Result, SubnetManager, Subnets};
 use serde_json::Value;
 use tokio::sync::watch;
 
+use flannel_core::runtime::lock;
+
 use super::configs::Configs;
 use super::listing::as_stored;
 use crate::clock::SystemClock;
 use crate::reflect::Reflector;
 use crate::registry::{Entry, Metered, Registry};
-use crate::runtime::lock;
 
 /// Takes this node's lease from a registry that already has the leases of all nodes.
 ///

@@ -6,8 +6,9 @@ use std::time::Duration;
 use flannel_core::backoff::Backoff;
 use flannel_core::{Config, Error, Result};
 
+use flannel_core::runtime::lock;
+
 use crate::registry::{ConfigText, Registry};
-use crate::runtime::lock;
 
 /// The network configs that a manager has read and used.
 #[derive(Debug, Default)]

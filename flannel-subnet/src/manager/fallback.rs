@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use flannel_core::lease::{Origin, View};
 use flannel_core::logging::Seldom;
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::{Task, blocking, lock};
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{Notify, watch};
 
@@ -14,7 +14,6 @@ use super::holding::{HeldLease, Holding};
 use crate::clock::Clock;
 use crate::files::cache::{BootTime, Cache, Saved, SavedEnd};
 use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
-use crate::runtime::{Task, lock};
 
 /// The time limit for the store's first answer. The cache is used after it.
 const PATIENCE: Duration = Duration::from_millis(25);

@@ -16,7 +16,7 @@ use super::LocalManager;
 use super::holding::{HeldLease, LeaseTerm, State};
 use super::listing::as_stored;
 use crate::registry::{Entry, Registry, Skipped};
-use crate::runtime::{lock, or_never};
+use flannel_core::runtime::{lock, or_never};
 
 /// A difference between our key in the view and the held lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

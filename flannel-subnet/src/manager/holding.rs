@@ -18,7 +18,7 @@ use tokio::sync::watch;
 
 use crate::clock::Clock;
 use crate::files::cache::SavedEnd;
-use crate::runtime::{Task, or_never};
+use flannel_core::runtime::{Task, or_never};
 
 /// The drift between two clocks is at most one part in this many: the kernel slews a clock by up to
 /// 500 ppm.

@@ -23,7 +23,7 @@ use std::{fmt, io};
 
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, Revision};
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::{blocking, lock, or_never};
 use flannel_core::{Error, Result, Subnets};
 use nix::sys::inotify::{InitFlags, Inotify};
 use tokio::io::unix::AsyncFd;
@@ -32,7 +32,7 @@ use tokio::time::Instant;
 
 use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
 use crate::clock::{Clock, SystemClock};
-use crate::runtime::{lock, or_never, readable};
+use crate::runtime::readable;
 use file::LeaseFile;
 pub use location::{Assign, DirLocation, DirOptions, LocationError};
 use mirror::Mirror;

@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep_until};
 use super::{
     Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch, config_conflict,
 };
-use crate::runtime::{lock, or_never};
+use flannel_core::runtime::{lock, or_never};
 use state::State;
 
 /// A registry in memory. Clones share the registry. Its time is tokio's, which a test can pause, so

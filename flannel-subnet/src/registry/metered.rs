@@ -10,10 +10,11 @@ use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::subnet::StoreStatus;
 use flannel_core::{Error, Result, Subnets};
 
+use flannel_core::runtime::lock;
+
 use super::skipped::SkippedKeys;
 use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
 use crate::clock::Clock;
-use crate::runtime::lock;
 
 /// The call whose failure counter includes failed watches.
 const WATCH: &str = "watch";

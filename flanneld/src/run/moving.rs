@@ -10,7 +10,7 @@ mod team;
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use flannel_api::MoveReport;
@@ -19,7 +19,7 @@ use flannel_core::error::holder;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{Origin, View};
 use flannel_core::object::LinkName;
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::{blocking, lock};
 use flannel_core::status::Status;
 use flannel_core::{Backend, Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
@@ -109,7 +109,7 @@ impl Moving {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// The backends for a network with this config. Each one is prepared before anything is

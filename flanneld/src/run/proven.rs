@@ -4,10 +4,11 @@
 //! host goes back to this config, also after a restart.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use flannel_core::Config;
+use flannel_core::runtime::lock;
 use flannel_options::state_dir;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -96,7 +97,7 @@ impl Proven {
     }
 
     fn config(&self) -> MutexGuard<'_, Option<Config>> {
-        self.config.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.config)
     }
 }
 

@@ -1,9 +1,10 @@
 //! The config of the store that this host does not use, and when it is tried again.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use flannel_core::Config;
+use flannel_core::runtime::lock;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -96,7 +97,7 @@ impl Refusals {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

@@ -1,12 +1,12 @@
 //! Builds a network from the values in the store.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::backend::{ExternalInterface, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::{blocking, lock};
 use flannel_core::subnet::Hints;
 use flannel_core::{Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_doctor::paths::Paths;
@@ -464,10 +464,6 @@ impl<'a> Starter<'a> {
         let chosen = validator.validate(config, used).await?;
         self.try_devices(config, &chosen.iface, purpose).await
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Prepares a backend.

@@ -10,14 +10,14 @@ use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use flannel_core::backend::{Built, Inlet, MakeSecret, NodeLease, Prepared, Secrets};
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::lease::{LeaseAttrs, Revision, View};
 use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, Secret, State};
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::{blocking, lock};
 use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
 use flannel_core::{Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
@@ -148,7 +148,7 @@ pub(super) async fn check(
     let is_v6 = config.networks.v6.is_some();
     let kernel = Arc::clone(kernel);
     blocking(move || {
-        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = lock(&ONE);
         let there = devices_there(&*kernel, &held.links, &links)?;
         for link in &links {
             check_name(&kernel, &there, link)?;

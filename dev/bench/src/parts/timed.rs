@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, RouteAnswer};
 use flannel_core::object::{Change, State};
+use flannel_core::runtime::lock;
 
 /// A kernel, and the time of its last acknowledgement. Clones share both.
 #[derive(Debug, Clone)]
@@ -23,7 +24,7 @@ impl Timed {
 
     /// The time of the last acknowledgement. `None`: there was none.
     pub(crate) fn acknowledged(&self) -> Option<Instant> {
-        *self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.acknowledged)
     }
 }
 
@@ -42,7 +43,7 @@ impl Kernel for Timed {
 
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let results = self.kernel.apply(footprint, changes);
-        *self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        *lock(&self.acknowledged) = Some(Instant::now());
         results
     }
 

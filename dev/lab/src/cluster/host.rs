@@ -6,9 +6,10 @@ use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use flannel_core::address::Dual;
+use flannel_core::runtime::lock;
 use nix::sys::signal::Signal;
 
 use crate::cluster::addressing::{link_local_without_dad, nodad, underlay};
@@ -300,7 +301,7 @@ impl Host {
     }
 
     fn place_pod(&self, make: impl FnOnce() -> Result<Pod>) -> Result<Arc<Pod>> {
-        let mut pod = self.pod.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pod = lock(&self.pod);
         if pod.is_some() {
             return Err(Error::Unsuitable(format!("{} has a pod already", self.name())));
         }
@@ -312,16 +313,16 @@ impl Host {
     /// # Errors
     /// `ip` failed.
     pub fn remove_pod(&self) -> Result<()> {
-        let pod = self.pod.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let pod = lock(&self.pod).take();
         pod.map_or(Ok(()), |pod| self.namespace.ip(pod.unplug()))
     }
 
     /// The host's pod; `None` if it has none.
     pub fn pod(&self) -> Option<Arc<Pod>> {
-        self.pod.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.pod).clone()
     }
 
     fn lock_daemon(&self) -> MutexGuard<'_, Option<Child>> {
-        self.daemon.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.daemon)
     }
 }

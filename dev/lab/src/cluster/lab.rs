@@ -2,11 +2,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
+use flannel_core::runtime::lock;
 use nix::sys::signal::Signal;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -281,7 +282,7 @@ impl Lab {
             self.interrupter.check()?;
             host.start_daemon_with(&self.options)?;
         }
-        *self.last_start.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        *lock(&self.last_start) = Some(Instant::now());
         Ok(())
     }
 
@@ -335,7 +336,7 @@ impl Lab {
         let start = Instant::now();
         self.add_pods(patience)?;
         let mut matrix = self.matrix(patience.saturating_sub(start.elapsed()))?;
-        let last_start = *self.last_start.lock().unwrap_or_else(PoisonError::into_inner);
+        let last_start = *lock(&self.last_start);
         matrix.since = last_start.unwrap_or(start);
         Ok(matrix)
     }

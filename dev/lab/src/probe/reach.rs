@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use flannel_core::address::Family;
+use flannel_core::runtime::lock;
 
 use crate::cluster::pod::Pod;
 use crate::error::{Error, Result};
@@ -292,7 +293,7 @@ fn connect(
     events: &Sender<(usize, Event)>,
 ) -> Result<()> {
     loop {
-        let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let job = lock(todo).recv();
         let Some(number) = job.ok().filter(|_| !over.load(Ordering::Relaxed)) else {
             return Ok(());
         };
@@ -318,7 +319,7 @@ fn measure(
         pod.namespace().enter()?;
         let object = format!("{}: pinging {}", pod.name(), leg.address);
         let rtt = median(leg).map_err(Error::io(object))?;
-        rtts.lock().unwrap_or_else(PoisonError::into_inner)[*number] = rtt;
+        lock(&rtts)[*number] = rtt;
         Ok(())
     })?;
     Ok(rtts.into_inner().unwrap_or_else(PoisonError::into_inner))

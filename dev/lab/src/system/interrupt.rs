@@ -3,6 +3,8 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+use flannel_core::runtime::lock;
+
 use crate::error::{Error, Result};
 
 /// Interrupts a lab's waits, permanently.
@@ -27,13 +29,13 @@ struct Shared {
 impl Interrupter {
     /// Ends all waits, present and future.
     pub fn interrupt(&self) {
-        *self.0.interrupted.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *lock(&self.0.interrupted) = true;
         self.0.changed.notify_all();
     }
 
     /// Waits until interrupted; returns [`Error::Interrupted`].
     pub fn wait(&self) -> Error {
-        let interrupted = self.0.interrupted.lock().unwrap_or_else(PoisonError::into_inner);
+        let interrupted = lock(&self.0.interrupted);
         drop(self.0.changed.wait_while(interrupted, |interrupted| !*interrupted));
         Error::Interrupted
     }
@@ -51,7 +53,7 @@ impl Interrupter {
     /// # Errors
     /// [`Error::Interrupted`].
     pub fn pause(&self, pause: Duration) -> Result<()> {
-        let interrupted = self.0.interrupted.lock().unwrap_or_else(PoisonError::into_inner);
+        let interrupted = lock(&self.0.interrupted);
         let waited =
             self.0.changed.wait_timeout_while(interrupted, pause, |interrupted| !*interrupted);
         let (interrupted, _) = waited.unwrap_or_else(PoisonError::into_inner);

@@ -1,6 +1,8 @@
 //! Work on many items with a few threads.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+
+use flannel_core::runtime::lock;
 
 use crate::error::Result;
 use crate::system::interrupt::Interrupter;
@@ -16,7 +18,7 @@ pub(crate) fn for_each<T: Sync>(
     work: impl Fn(&T) -> Result<()> + Sync,
 ) -> Result<()> {
     let queue = Mutex::new(items.iter());
-    let take = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let take = || lock(&queue).next();
     let worker = || {
         while let Some(item) = take() {
             interrupter.check()?;

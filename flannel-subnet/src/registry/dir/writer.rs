@@ -11,6 +11,8 @@ use flannel_core::backoff::Backoff;
 use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
 use flannel_core::{Error, Result, Subnets};
 
+use flannel_core::runtime::lock;
+
 use super::Shared;
 use super::file::{self, LeaseFile, OF_TOO_LARGE};
 use super::location::Assign;
@@ -18,7 +20,6 @@ use crate::clock::{Clock, SystemClock};
 use crate::files::atomic::{self, remove_temporary_files};
 use crate::files::lock::FileLock;
 use crate::registry::{Entry, HolderId, LeaseGrant, config_conflict};
-use crate::runtime::lock;
 
 /// The time limit for the lock of another process.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);

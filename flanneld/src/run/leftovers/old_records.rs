@@ -1,11 +1,11 @@
 //! Removes the records that another backend left in its annex, such as commands for peers.
 
 use std::convert::Infallible;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::kernel::{Annex, Footprint};
-use flannel_core::runtime::blocking;
+use flannel_core::runtime::{blocking, lock};
 use flannel_core::status::Status;
 use flannel_core::{Backend, Kernel};
 use flannel_route::annex::WithAnnexes;
@@ -103,7 +103,7 @@ async fn report(backend: &str, annex: Arc<dyn Annex>, moving: &Moving) {
         }
     };
     let is_new = || {
-        let mut kept = moving.kept_commands.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = lock(&moving.kept_commands);
         kept.insert(backend.to_owned())
     };
     if records > 0 && is_new() {
