@@ -80,6 +80,11 @@ impl FailurePauses {
         Self { steps, healthy: Duration::from_secs(10), last: None }
     }
 
+    /// Makes pauses start anew, because the store has answered for a while.
+    pub fn reset(&mut self) {
+        self.steps.reset();
+    }
+
     /// The pause after a failure: from half of the current length to all of it.
     pub fn pause(&mut self) -> Duration {
         self.pause_at(Instant::now(), fastrand::f64())

@@ -26,13 +26,13 @@ use tokio::sync::watch;
 use crate::clock::{Clock, SystemClock};
 use crate::files::cache::Cache;
 use crate::reflect::Reflector;
-use crate::registry::{HolderId, Metered, Registry, unanswered};
+use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
 pub use assigned::AssignedManager;
 use configs::Configs;
 use fallback::Fallback;
 use flannel_core::runtime::{Task, lock};
 use holding::Holding;
-use listing::as_stored;
+use listing::{as_stored, is_config_of};
 
 /// The identity of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -209,13 +209,24 @@ impl LocalManager {
         lock(&self.reflector).get_or_insert_with(begin).0.views()
     }
 
+    /// Notes a valid config for the cache, except one that the lease in the cache does not fit: it
+    /// waits for a restart, and would leave a host that starts without the store with a lease
+    /// outside of its pod networks.
+    fn note_config(&self, text: &ConfigText) {
+        let held = self.holding.get();
+        let is_usable = held.is_none_or(|held| is_config_of(text, &held.subnets));
+        if is_usable {
+            self.fallback.note_config(text);
+        }
+    }
+
     /// The config, and whether it comes from the cache.
     async fn read_config(&self) -> Result<(Config, bool)> {
         let (text, cached) = self.fallback.config_text().await?;
         match self.configs.read(&text) {
             Ok(config) => {
                 if !cached {
-                    self.fallback.note_config(&text);
+                    self.note_config(&text);
                 }
                 Ok((config, cached))
             }
@@ -243,7 +254,7 @@ impl SubnetManager for LocalManager {
     }
 
     async fn config_changed(&self, known: &Config) -> Result<Config> {
-        let note = |text: &_| self.fallback.note_config(text);
+        let note = |text: &_| self.note_config(text);
         self.configs.next_valid(&*self.store, known, note).await
     }
 

@@ -16,7 +16,6 @@ use std::time::{Duration, SystemTime};
 use std::{fs, io};
 
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, TooLarge, View};
-use flannel_core::runtime::lock;
 use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 
@@ -245,7 +244,7 @@ impl Cache {
     pub fn save(&self, saved: &Saved) -> Result<(), CacheError> {
         #[cfg(feature = "testing")]
         if let Some(memory) = &self.memory {
-            *lock(memory) = Some(saved.clone());
+            *flannel_core::runtime::lock(memory) = Some(saved.clone());
             return Ok(());
         }
         let io = |source| CacheError::Io { path: self.path.clone(), source };
@@ -267,7 +266,7 @@ impl Cache {
         let io = |source| CacheError::Io { path: self.path.clone(), source };
         #[cfg(feature = "testing")]
         if let Some(memory) = &self.memory {
-            let saved = lock(memory).clone();
+            let saved = flannel_core::runtime::lock(memory).clone();
             return saved.ok_or_else(|| io(io::ErrorKind::NotFound.into()));
         }
         let bytes = read_own_file(&self.path).map_err(io)?;

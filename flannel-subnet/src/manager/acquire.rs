@@ -52,6 +52,7 @@ impl LocalManager {
             listing = match self.try_acquire(&config, attrs, &listing).await? {
                 Attempt::Acquired(lease) if !self.holding.has_lapsed() => {
                     if !cached {
+                        self.fallback.note_config_of(&config, &lease.subnets);
                         self.configs.used_for_lease(config);
                     }
                     self.fallback.note_lost(None);

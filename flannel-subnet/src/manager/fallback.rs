@@ -11,6 +11,7 @@ use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{Notify, watch};
 
 use super::holding::{HeldLease, Holding};
+use super::listing::is_config_of;
 use crate::clock::Clock;
 use crate::files::cache::{BootTime, Cache, Saved, SavedEnd};
 use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
@@ -160,6 +161,16 @@ impl Fallback {
     pub(super) fn note_config(&self, config: &ConfigText) {
         *lock(&self.config) = Some(config.clone());
         self.config_changed.notify_one();
+    }
+
+    /// Notes the config that a lease was taken from, if the noted one is of other pod networks.
+    pub(super) fn note_config_of(&self, config: &Config, lease: &Subnets) {
+        let noted = lock(&self.config).clone();
+        if noted.as_ref().is_some_and(|noted| is_config_of(noted, lease)) {
+            return;
+        }
+        let location = noted.map_or_else(|| self.store.to_string(), |noted| noted.location);
+        self.note_config(&ConfigText { location, text: config.to_json() });
     }
 
     /// See [`Saved::lost`].

@@ -9,7 +9,7 @@ use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Config, Subnets};
 
 use super::Identity;
-use crate::registry::{Entry, Listing};
+use crate::registry::{ConfigText, Entry, Listing};
 
 /// The address that identifies a node: IPv4, or IPv6 without IPv4.
 fn identifying(attrs: &LeaseAttrs, families: impl Iterator<Item = Family>) -> Option<IpAddr> {
@@ -64,6 +64,16 @@ pub(super) fn earlier<'a>(listing: &'a Listing, entry: &Entry) -> Option<&'a Ent
     let overlapping = listing.entries.iter().filter(overlaps);
     let first = overlapping.min_by_key(|other| other.lease.precedence())?;
     (first.lease.precedence() < entry.lease.precedence()).then_some(first)
+}
+
+/// The pod networks of the config have these subnets.
+pub(super) fn is_config_of(text: &ConfigText, subnets: &Subnets) -> bool {
+    let Ok(config) = Config::parse(&text.text) else { return false };
+    Family::BOTH.into_iter().all(|family| match (config.networks[family], subnets.family(family)) {
+        (Some(network), Some(subnet)) => network.network.covers(&subnet),
+        (None, None) => true,
+        _ => false,
+    })
 }
 
 /// The subnets are of exactly the enabled families, of the right length, and between min and max.

@@ -429,6 +429,58 @@ async fn a_lease_that_the_store_has_denied_leaves_the_cache_before_it_is_acquire
     assert!(matches!(error, Error::Store { .. }), "{error}");
 }
 
+/// The new config waits for a restart. The host restarts while the store cannot be reached.
+#[tokio::test(start_paused = true)]
+async fn the_config_in_the_cache_is_one_of_the_lease_in_it() {
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    fixture.registry.set_outage(false);
+    let manager = fixture.node(0);
+    let mut views = manager.watch_leases().await.unwrap();
+    let known = manager.network_config().await.unwrap();
+    let held = manager.acquire_lease(&attrs(1)).await.unwrap();
+    assert_eq!(held.subnets, lease.subnets);
+    live(&mut views, 2).await;
+    let other = r#"{"Network":"10.2.0.0/16","Backend":{"Type":"host-gw"}}"#;
+    fixture.registry.set_config(Some(other));
+    let new = timeout(MINUTE, manager.config_changed(&known)).await.unwrap().unwrap();
+    assert_ne!(new.networks, known.networks);
+    manager.network_config().await.unwrap();
+    fixture.peer("10.1.78.0-24", 78).await;
+    live(&mut views, 3).await;
+    let saved = || Cache::open(fixture.path()).load().unwrap();
+    let written = async {
+        while saved().leases.len() < 3 {
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        written = timeout(MINUTE, written) => written.expect("written within a minute"),
+    }
+    drop(manager);
+    fixture.registry.set_outage(true);
+    let next = fixture.node(0);
+    assert_eq!(next.network_config().await.unwrap().networks, known.networks);
+    assert_eq!(next.acquire_lease(&attrs(1)).await.unwrap().subnets, lease.subnets);
+}
+
+/// The node could not use the config of the store, and took a lease of an earlier one.
+#[tokio::test(start_paused = true)]
+async fn the_cache_has_the_config_that_the_lease_was_taken_from() {
+    let fixture = Fixture::new();
+    fixture.registry.set_config(Some(r#"{"Network":"10.2.0.0/16"}"#));
+    let manager = fixture.node(0);
+    let stored = manager.network_config().await.unwrap();
+    let earlier = flannel_core::Config::parse(CONFIG).unwrap();
+    assert_ne!(stored.networks, earlier.networks);
+    manager.use_config(&earlier);
+    let lease = fixture.first_run_of(manager).await;
+    let next = fixture.node(0);
+    assert_eq!(next.network_config().await.unwrap().networks, earlier.networks);
+    assert_eq!(next.acquire_lease(&attrs(1)).await.unwrap().subnets, lease.subnets);
+}
+
 /// Some stores distinguish a deleted lease from an expired one only if it was renewed before.
 #[tokio::test(start_paused = true)]
 async fn a_cached_lease_is_renewed_as_soon_as_the_store_is_back() {

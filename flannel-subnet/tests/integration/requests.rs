@@ -291,3 +291,34 @@ async fn a_store_that_fails_is_listed_after_its_own_pauses() {
         assert!(lists.contains(&sent), "{sent} requests in ten minutes, expected {lists:?}");
     }
 }
+
+/// A watch that a proxy ends.
+struct MinuteWatch;
+
+#[async_trait]
+impl Watch for MinuteWatch {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        Err(Error::Store { store: "mock".into(), source: "it ended the watch".into() })
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn watches_that_a_proxy_ends_are_begun_again_soon() {
+    let lists = Arc::new(AtomicUsize::new(0));
+    let mut store = MockStore::new();
+    store.expect_fmt().returning(|f| f.write_str("mock"));
+    store.expect_failure_pauses().returning(FailurePauses::of_shared_server);
+    let counted = Arc::clone(&lists);
+    store.expect_list().returning(move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+        Ok(Listing::default())
+    });
+    store.expect_watch().returning(|_| Ok(Box::new(MinuteWatch)));
+    let reflector = Reflector::start(Arc::new(store));
+    tokio::time::sleep(Duration::from_secs(3_600)).await;
+    drop(reflector);
+    // Each pause is at most 1.6 s.
+    let lists = lists.load(Ordering::Relaxed);
+    assert!((58..=60).contains(&lists), "{lists} watches of a minute in an hour");
+}
