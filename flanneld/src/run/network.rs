@@ -20,8 +20,8 @@ use super::changed_config::to_apply;
 use super::leftovers::go_flannel::GoFlannel;
 use super::leftovers::old_networks::OldNetworks;
 use super::leftovers::old_records;
-use super::moving::Runs;
 use super::moving::handshakes::follow;
+use super::moving::{Devices, Runs};
 use super::plain_routes::until_ruled;
 use super::probation::{failure, until_in_place};
 use super::refusals::Refused;
@@ -201,7 +201,7 @@ async fn run_until_next(
                 let reason = starter.refusals.failed(&config, &reason, observer.reloads());
                 Ok(format!("back to the config before: {reason}"))
             }
-            reason = publish_offers(withholds_offers, before, status()) => Ok(reason),
+            reason = publish_offers(withholds_offers, before, &devices, status()) => Ok(reason),
             reason = hold => reason,
             reason = to_apply(subnets, (&config, cached), refused, &validate, observer) => reason,
             reason = chosen.changed(&config, &validate_again, observer) => Ok(reason),
@@ -237,18 +237,19 @@ async fn run_until_next(
 async fn publish_offers(
     withheld: bool,
     before: Before,
+    devices: impl Fn(&Status) -> Devices,
     mut status: watch::Receiver<Arc<Status>>,
 ) -> String {
     if !withheld {
         return std::future::pending().await;
     }
-    let in_place = status.wait_for(|status| status.own_in_place);
-    match before {
+    if before == Before::Earlier {
         // If the devices cannot be made, this node goes back, and no peer needs the keys.
-        Before::Earlier => drop(in_place.await),
-        // If another object of this node cannot be put, peers must still learn the new keys.
-        Before::Nothing => drop(tokio::time::timeout(RULES, in_place).await),
+        until_in_place(devices, status.clone()).await;
     }
+    // If another object of this node cannot be put, peers must still learn the new keys.
+    let in_place = status.wait_for(|status| status.own_in_place);
+    drop(tokio::time::timeout(RULES, in_place).await);
     "the devices have the new keys of this node, which its lease gets now".to_owned()
 }
 

@@ -26,6 +26,8 @@ pub(super) struct Proven {
     /// The name of the store that has the config.
     store: String,
     config: Mutex<Option<Config>>,
+    /// The config in the file, as far as this process knows.
+    in_file: Mutex<Option<Config>>,
 }
 
 /// The content of the file.
@@ -51,7 +53,8 @@ impl Proven {
             );
             None
         });
-        Self { file, store: store.to_owned(), config: Mutex::new(config) }
+        let in_file = Mutex::new(config.clone());
+        Self { file, store: store.to_owned(), config: Mutex::new(config), in_file }
     }
 
     /// The config; `None` if no network of this host is known to have worked.
@@ -70,20 +73,23 @@ impl Proven {
     /// # Cancel safety
     /// If the future is dropped, the file may have the record before.
     pub(super) async fn note(&self, config: &Config) {
-        let before = self.config().replace(config.clone());
-        if before.as_ref() == Some(config) && self.file.exists() {
+        *self.config() = Some(config.clone());
+        if lock(&self.in_file).as_ref() == Some(config) && self.file.exists() {
             return;
         }
         let text = config.to_json();
-        let config = RawValue::from_string(text).expect("a config is written as valid JSON");
-        let record = Record { store: self.store.clone(), config };
+        let text = RawValue::from_string(text).expect("a config is written as valid JSON");
+        let record = Record { store: self.store.clone(), config: text };
         let text = serde_json::to_string(&record).expect("texts and JSON values serialize");
         let mut is_logged = false;
         loop {
             let file = self.file.clone();
             let text = text.clone();
             let written = run_blocking_in_order(move || state_dir::replace(&file, &text)).await;
-            let Err(error) = written else { return };
+            let Err(error) = written else {
+                *lock(&self.in_file) = Some(config.clone());
+                return;
+            };
             if !is_logged {
                 tracing::warn!(
                     path = %self.file.display(), %error,
@@ -138,6 +144,25 @@ mod tests {
         assert_eq!(open("dir:/b").get(), None, "of another store");
         let other = Config { nftables: false, ..config.clone() };
         assert!(proven.is(&config) && !proven.is(&other));
+    }
+
+    /// The network is built again with the same config while the first write waits.
+    #[tokio::test(start_paused = true)]
+    async fn a_config_whose_write_was_given_up_is_written_by_the_next_network() {
+        let dir = tempfile::tempdir().unwrap();
+        let [before, config] = ["10.1.0.0/16", "10.2.0.0/16"]
+            .map(|network| Config::parse(&format!(r#"{{"Network":"{network}"}}"#)).unwrap());
+        let [state, aside] = ["state", "aside"].map(|name| dir.path().join(name));
+        fs::create_dir(&state).unwrap();
+        let proven = Proven::open(&state, "store");
+        proven.note(&before).await;
+        fs::rename(&state, &aside).unwrap();
+        fs::write(&state, "").unwrap();
+        tokio::time::timeout(WRITE_AGAIN / 2, proven.note(&config)).await.unwrap_err();
+        fs::remove_file(&state).unwrap();
+        fs::rename(&aside, &state).unwrap();
+        proven.note(&config).await;
+        assert_eq!(Proven::open(&state, "store").get(), Some(config));
     }
 
     #[tokio::test]

@@ -256,9 +256,16 @@ impl<'a> Starter<'a> {
             Ok(network) => network,
             Err(error) if refused.is_none() && self.goes_back(&config, &error) => {
                 self.refusals.set(Some(Refused { config, reason: error.to_string() }));
+                self.moving.drop_unoffered(backend);
                 return Box::pin(self.start()).await;
             }
-            Err(error) => return Err(error.into()),
+            Err(error) => {
+                // No lease for either config: the next attempt begins with that of the store.
+                if last.is_none() && refused.is_some() {
+                    self.refusals.set(None);
+                }
+                return Err(error.into());
+            }
         };
         let networks: Vec<_> = config.pod_networks().collect();
         tracing::info!(?networks, backend = backend.kind(), "network config");

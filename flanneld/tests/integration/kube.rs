@@ -640,6 +640,27 @@ fn a_start_with_a_config_that_cannot_be_used_runs_the_network_of_the_last_run() 
     });
 }
 
+/// The pod network of the cluster is replaced. The new node object has no pod CIDR at first.
+#[test]
+fn a_start_with_other_networks_goes_on_when_the_node_gets_its_pod_cidr() {
+    in_netns(|| {
+        let (server, host, mut daemon) = cluster_with_a_peer();
+        let proven = host.dir.path().join("state/config");
+        wait_until(|| proven.exists(), || daemon.log());
+        daemon.signal(Signal::SIGTERM);
+        assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+        let mut command = host.command(&["--kube-api-url", &server.url()]);
+        let config = VXLAN.replace("10.1.", "10.7.");
+        fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+        server.put_node("node-1", json!({ "metadata": { "labels": {} }, "spec": {} }));
+        let daemon = host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
+        daemon.wait_for_log("it has no IPv4 PodCIDR yet");
+        server.put_node("node-1", blank(&["10.7.1.0/24"]));
+        daemon.wait_for_log("networks=[10.7.0.0/16] backend=\"vxlan\"");
+        daemon.wait_for_log("running lease=10.7.1.0-24");
+    });
+}
+
 #[test]
 fn public_ip_overwrite_changes_the_published_address() {
     in_netns(|| {
