@@ -33,8 +33,8 @@ pub enum Usual {
 ///
 /// The tunnel is what the backend says of it: the devices and the inlets of its
 /// [datapath](Backend::datapath). Each device carries packets of its family, between addresses of
-/// that family. Peers are the offers that its plan accepts, with their public
-/// addresses.
+/// that family: with one device for both families, a check is refused. Peers are the offers that
+/// its plan accepts, with their public addresses.
 ///
 /// ```
 /// use flannel_backend_vxlan::VxlanBackend;
@@ -122,7 +122,20 @@ impl<B: Backend> Backend for Guarded<B> {
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
         let check = self.check(config)?;
         self.inner.validate(config, uplink)?;
-        match self.inner.datapath(config)?.carries_marks {
+        let datapath = self.inner.datapath(config)?;
+        // The rules of one family would refuse the packets of the other one. A backend that always
+        // checks can do it without them.
+        if check != SourceCheck::Off
+            && self.usual != Usual::Always
+            && let Some(device) = datapath.devices.v4
+            && datapath.devices.v6 == Some(device)
+        {
+            return Err(self.refuse(format!(
+                "SourceCheck cannot be used with the device {device}, which carries both \
+                 families: expected \"SourceCheck\": false, or one family"
+            )));
+        }
+        match datapath.carries_marks {
             // The mark by which the guard knows the sender of a packet would be replaced.
             Some(option) if check != SourceCheck::Off => Err(self.refuse(format!(
                 "SourceCheck cannot be used with {option}, which gives packets the marks of their \

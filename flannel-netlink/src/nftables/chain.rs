@@ -29,7 +29,8 @@ pub(crate) const RULE_CHAIN: u16 = 2;
 pub mod hook {
     /// Each packet that arrives.
     pub const PREROUTING: u32 = 0;
-    /// A packet that arrives for this host. Fragments are assembled before.
+    /// A packet that arrives for this host. Fragments of IPv4 are assembled before, those of IPv6
+    /// only if connection tracking is active.
     pub const INPUT: u32 = 1;
     /// A packet that this host forwards.
     pub const FORWARD: u32 = 2;

@@ -4,8 +4,11 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use flannel_core::address::Family;
+use flannel_core::{Backend, Config};
+use flannel_firewall::{Guarded, Usual};
 use flannel_lab::testing::as_root;
 use flannel_lab::{Host, Lab, Signal};
+use open_test::Lane;
 use serde_json::{Value, json};
 
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_lane-node");
@@ -170,6 +173,23 @@ fn a_cluster_is_observed_and_cleaned_up() {
         doctor(&lab, first, second);
         without_a_daemon(&lab, first);
     });
+}
+
+#[test]
+fn a_device_of_both_families_has_no_guard() {
+    let backend = Guarded::new(Lane, "guard-lane", Usual::Off);
+    let validate = |families: &str, check: bool| {
+        let text = format!(
+            r#"{{"Network":"10.1.0.0/16",{families}
+                "Backend":{{"Type":"lane","Lane":7,"SourceCheck":{check}}}}}"#
+        );
+        backend.validate(&Config::parse(&text).unwrap(), None)
+    };
+    let both = r#""EnableIPv6":true,"IPv6Network":"fd00::/48","#;
+    let error = validate(both, true).unwrap_err().to_string();
+    assert!(error.contains("the device lane7, which carries both families"), "{error}");
+    validate(both, false).unwrap();
+    validate("", true).unwrap();
 }
 
 /// Only the peer may send packets of the tunnel, with and without ports.

@@ -108,6 +108,12 @@ fn refused(host: &Host) -> Option<(bool, [u64; 3])> {
     Some((guard["drops"].as_bool()?, counts))
 }
 
+/// The same by reason, as soon as there is a guard.
+fn counts(host: &Host) -> [u64; 3] {
+    let (_, counts) = eventually(PATIENCE, || refused(host), || host.log().unwrap());
+    counts
+}
+
 /// Waits until a host's guard has refused this many more.
 fn until_refused(host: &Host, before: [u64; 3], more: [u64; 3]) {
     let wanted: Vec<u64> = before.iter().zip(more).map(|(before, more)| before + more).collect();
@@ -198,8 +204,8 @@ fn guarded_vxlan(families: &[Family]) {
     let sender = &lab.hosts()[1];
     for family in families {
         let stranger = stranger(&lab, *family);
-        let before = refused(here).unwrap().1;
-        let of_sender = refused(sender).unwrap().1;
+        let before = counts(here);
+        let of_sender = counts(sender);
         assert_eq!(attack(&lab, &stranger, *family), 0, "{family}");
         until_refused(here, before, REFUSED);
         until_refused(sender, of_sender, [0, 0, 1]);
@@ -238,7 +244,7 @@ fn a_guard_lives_through_restarts_repairs_and_configs() {
         let traffic = Traffic::start(&lab);
         let in_sync = || here.log().unwrap().matches("in sync peers=2").count();
         // Without a daemon the guard stays, and the next daemon takes it over without a gap.
-        let before = refused(here).unwrap().1;
+        let before = counts(here);
         here.stop_daemon(Signal::SIGKILL).unwrap().unwrap();
         assert_eq!(attack(&lab, &stranger, family), 0);
         let before_restart = in_sync();
@@ -250,7 +256,7 @@ fn a_guard_lives_through_restarts_repairs_and_configs() {
         here.run("nft", &["flush", "ruleset"]).unwrap();
         eventually(PATIENCE, || table(here).contains("flannel-guard-vxlan"), || table(here));
         is_reachable(&lab);
-        let before = refused(here).unwrap().1;
+        let before = counts(here);
         assert_eq!(attack(&lab, &stranger, family), 0);
         until_refused(here, before, REFUSED);
         let traffic = Traffic::start(&lab);
@@ -260,7 +266,7 @@ fn a_guard_lives_through_restarts_repairs_and_configs() {
         let sender = &lab.hosts()[1];
         eventually(PATIENCE, || refused(sender).is_some_and(|(drops, _)| !drops), || logs(&lab));
         is_reachable(&lab);
-        let before = refused(here).unwrap().1;
+        let before = counts(here);
         // Of the sender's pod it is masqueraded, and has the source of another node.
         let [strangers, foreign, pods] = REFUSED;
         assert_eq!(attack(&lab, &stranger, family), 7);
@@ -304,8 +310,8 @@ fn forged_packets_of_ipip_never_reach_a_pod() {
         let [here, sender, owner] = [0, 1, 2].map(|n| &lab.hosts()[n]);
         let stranger = stranger(&lab, Family::V4);
         let receiver = Receiver::new(here, sender, Family::V4);
-        let before = refused(here).unwrap().1;
-        let before_sender = refused(sender).unwrap().1;
+        let before = counts(here);
+        let before_sender = counts(sender);
         let forged = inner(pod(owner, Family::V4), pod(here, Family::V4), b"forged");
         let node = SocketAddr::new(here.addresses().v4.unwrap(), 0);
         let send = || {
