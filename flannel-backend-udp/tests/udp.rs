@@ -15,8 +15,7 @@ use flannel_core::{Backend, Config, SubnetManager};
 use flannel_firewall::{Guarded, Usual};
 use flannel_netlink::testing::in_netns_async;
 use flannel_route::{Host, JoinOptions};
-
-const EOPNOTSUPP: i32 = 95;
+use libc::EOPNOTSUPP;
 
 fn address(text: &str) -> Dual<IpAddr> {
     [text.parse::<IpAddr>().unwrap()].into_iter().collect()

@@ -6,12 +6,7 @@ use std::process::ExitStatus;
 use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
-
-const EPERM: i32 = 1;
-const ENOENT: i32 = 2;
-const EINVAL: i32 = 22;
-const EPROTONOSUPPORT: i32 = 93;
-const EOPNOTSUPP: i32 = 95;
+use libc::{EINVAL, ENOENT, EOPNOTSUPP, EPERM, EPROTONOSUPPORT};
 
 /// An error of the firewall.
 #[derive(Debug, thiserror::Error)]

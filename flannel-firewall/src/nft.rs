@@ -14,6 +14,7 @@ use flannel_netlink::netfilter::{
     Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
 use flannel_netlink::nftables::{Expr, GROUP, Table, batch, generation};
+use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
 
 use self::table::{Content, Id, TABLES};
 use crate::error::Error;
@@ -24,10 +25,6 @@ use crate::status::{Deviation, Fault, Packets};
 
 /// The number of attempts for a table that changes while it is written.
 const TRIES: usize = 16;
-const ENOENT: i32 = 2;
-const EEXIST: i32 = 17;
-const EAGAIN: i32 = 11;
-const EBUSY: i32 = 16;
 
 /// The kernel's nf_tables, in the network namespace of the thread that opened it.
 pub(crate) struct Nft {

@@ -9,6 +9,7 @@ use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
+use libc::{EAFNOSUPPORT, ENOENT, EOPNOTSUPP};
 use neli::consts::rtnl::Rtn;
 
 use crate::NetlinkKernel;
@@ -16,10 +17,6 @@ use crate::codec::route::RouteMessage;
 use crate::codec::{attached, link, route, rule};
 use crate::kernel::query::{ENODEV, name_of};
 use crate::transport::wire::Message;
-
-const ENOENT: i32 = 2;
-const EOPNOTSUPP: i32 = 95;
-const EAFNOSUPPORT: i32 = 97;
 
 /// A share of some packets. The order is from all to none, so the share that fulfils two conditions
 /// is the larger value.

@@ -57,6 +57,7 @@ mod table;
 
 use crate::netfilter::{Batch, Kind, NetfilterSocket};
 use flannel_core::kernel::KernelError;
+use libc::{EAGAIN, ENOENT};
 
 use self::attributes::number_in;
 pub use self::chain::{Base, Chain, ChainChange, ChainHead, hook};
@@ -74,9 +75,6 @@ const SUBSYSTEM: u8 = 10;
 const GETGEN: u8 = 16;
 /// The number of attempts of [`at_one_moment`].
 const TRIES: usize = 16;
-
-const ENOENT: i32 = 2;
-const EAGAIN: i32 = 11;
 
 /// An empty transaction. It has room for 200 changes.
 pub fn batch() -> Batch {

@@ -40,8 +40,7 @@ use flannel_core::kernel::{
     Annex, Changes, Footprint, Invalidation, KernelError, NexthopIds, RouteAnswer,
 };
 use flannel_core::object::{Change, Link, Object, State};
-
-const EIO: i32 = 5;
+use libc::EIO;
 
 /// A kernel with annexes. Records go to their annexes, all other objects to the kernel.
 #[derive(Debug)]

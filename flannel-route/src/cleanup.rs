@@ -12,11 +12,10 @@ use flannel_core::address::Dual;
 use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
 use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
 use flannel_core::{Kernel, Subnet};
+use libc::{EBUSY, EINVAL};
 
 /// The pause after a batch, so that other threads can use the kernel handle.
 const TURN: Duration = Duration::from_micros(200);
-const EBUSY: i32 = 16;
-const EINVAL: i32 = 22;
 
 /// The changes of a cleanup; with `dry_run`, those that it would make.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

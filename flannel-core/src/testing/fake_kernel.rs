@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use async_trait::async_trait;
+use libc::ENOBUFS;
 use tokio::sync::mpsc;
 
 use self::tables::{Entry, Fault, Foreign, Listener, Tables};
@@ -19,8 +20,6 @@ use crate::kernel::{
 };
 use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, Route, State, Via};
 use crate::runtime::lock;
-
-const ENOBUFS: i32 = 105;
 
 /// A kernel in memory. It follows these rules of Linux: the objects that an object needs, the
 /// objects that the kernel deletes together with it, and the events of each change. A test can make

@@ -21,6 +21,7 @@ use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
 use flannel_core::address::Family;
+use libc::EMSGSIZE;
 use rustix::net::sockopt::{
     Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, set_ip_mtu_discover, set_ipv6_mtu_discover,
 };
@@ -29,7 +30,6 @@ use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 use super::echo::Answer;
 use crate::token::token;
 
-const EMSGSIZE: i32 = 90;
 /// `IPPROTO_RAW`: the sender writes the IP header.
 const RAW: i32 = 255;
 const ICMP: u8 = 1;

@@ -16,6 +16,7 @@ use flannel_core::object::{Change, Key, Object, Record};
 use flannel_core::runtime::lock;
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
 use flannel_netlink::nftables::{Batches, GROUP, Table, at_one_moment};
+use libc::{EAGAIN, EBUSY, EEXIST, EINVAL, ENOENT, EOPNOTSUPP, EPERM, EPROTONOSUPPORT};
 
 use super::end::TunnelEnd;
 use super::table::{Before, Found, Sources, plan, trial};
@@ -23,14 +24,6 @@ use super::table_named;
 
 /// The number of attempts for a table that changes while it is read or written.
 const TRIES: usize = 16;
-const EPERM: i32 = 1;
-const ENOENT: i32 = 2;
-const EAGAIN: i32 = 11;
-const EBUSY: i32 = 16;
-const EEXIST: i32 = 17;
-const EINVAL: i32 = 22;
-const EPROTONOSUPPORT: i32 = 93;
-const EOPNOTSUPP: i32 = 95;
 /// The text of the record of a peer.
 const FROM: &str = "from ";
 /// The end of the text of the tunnel's record whose table another program changed.

@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, HashMap, btree_map};
 
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::object::{Change, LinkName, Object};
+use libc::{EEXIST, EINVAL, EOPNOTSUPP};
 
 use self::peer::PeerBatch;
 use crate::codec::addr::AddrMessage;
@@ -31,10 +32,6 @@ use crate::transport::wire::Messages;
 /// The number of requests at which a batch is sent. One `send` of this size takes less than a
 /// millisecond. Larger batches are not faster.
 const BATCH: usize = 128;
-
-const EEXIST: i32 = 17;
-const EINVAL: i32 = 22;
-const EOPNOTSUPP: i32 = 95;
 
 /// The steps that change objects of one kind. `n` is the number of the change, from 0, in the call
 /// of [`Kernel::apply`](flannel_core::Kernel::apply). `index` is the index of the object's link; 0

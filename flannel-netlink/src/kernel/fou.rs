@@ -4,17 +4,12 @@
 use std::net::Ipv4Addr;
 
 use flannel_core::kernel::KernelError;
+use libc::{EADDRINUSE, EALREADY, EINVAL, ENOENT, EPERM};
 
 use crate::codec::fou::{self, FAMILY, Open, Port};
 use crate::transport::generic;
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
-
-const EPERM: i32 = 1;
-const ENOENT: i32 = 2;
-const EINVAL: i32 = 22;
-const EADDRINUSE: i32 = 98;
-const EALREADY: i32 = 114;
 
 /// Opens a socket. Returns it with the number of the netlink family.
 pub(super) fn open() -> Result<(Socket, u16), KernelError> {

@@ -4,18 +4,14 @@ use std::net::IpAddr;
 
 use flannel_core::kernel::{KernelError, RouteAnswer};
 use flannel_core::object::LinkName;
+pub(crate) use libc::ENODEV;
+use libc::{EACCES, EHOSTUNREACH, EINVAL, ENETUNREACH};
 use neli::consts::rtnl::Rtn;
 
 use crate::codec::link::LinkMessage;
 use crate::codec::{link, route};
 use crate::transport::socket::Socket;
 use crate::transport::wire::EBADMSG;
-
-pub(crate) const ENODEV: i32 = 19;
-const EACCES: i32 = 13;
-const EINVAL: i32 = 22;
-const ENETUNREACH: i32 = 101;
-const EHOSTUNREACH: i32 = 113;
 
 /// The link with this name; `None` if there is none. Alternative names (`altname` of `ip link`) are
 /// not compared.

@@ -19,6 +19,7 @@ use flannel_core::address::Dual;
 use flannel_core::kernel::{Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Change, Key, LinkName, Object, Peer, PublicKey, Secret, Wireguard};
 use flannel_core::runtime::lock;
+use libc::{EADDRINUSE, ENOENT, EPERM};
 
 use super::NetlinkKernel;
 use super::query::{ENODEV, get_link};
@@ -27,10 +28,6 @@ use crate::codec::wireguard::{get, read, set, set_peers};
 use crate::transport::generic;
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
-
-const EPERM: i32 = 1;
-const ENOENT: i32 = 2;
-const EADDRINUSE: i32 = 98;
 
 /// The age from which a handshake is stale: the keys that it made are no longer used
 /// (`REJECT_AFTER_TIME` of the WireGuard protocol).

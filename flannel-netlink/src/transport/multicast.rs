@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use flannel_core::kernel::KernelError;
+use libc::ENOBUFS;
 use nix::sys::socket::{
     AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, getsockname,
     recv, setsockopt, socket, sockopt,
@@ -16,7 +17,6 @@ use tokio::io::unix::AsyncFd;
 
 use super::wire::{Message, messages};
 
-const ENOBUFS: i32 = 105;
 /// The largest multicast message, in bytes.
 const MESSAGE: usize = 32 << 10;
 /// The largest number of datagrams that one call of [`Multicast::receive`] reads.

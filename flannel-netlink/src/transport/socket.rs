@@ -11,17 +11,13 @@ use std::io;
 use std::ops::Range;
 
 use flannel_core::kernel::KernelError;
+use libc::{EAGAIN, EINTR, EMSGSIZE, ENOBUFS};
 use neli::consts::nl::NlmF;
 use neli::consts::socket::{Msg, NlFamily};
 use neli::socket::NlSocket;
 use neli::utils::Groups;
 
 use crate::transport::wire::{EBADMSG, ERROR, Message, Messages, messages, outcome};
-
-const EINTR: i32 = 4;
-const EAGAIN: i32 = 11;
-const EMSGSIZE: i32 = 90;
-const ENOBUFS: i32 = 105;
 
 /// The largest datagram of a dump, in bytes. Other answers are far smaller.
 const RECEIVE_BUFFER: usize = 32 << 10;

@@ -8,13 +8,13 @@ use std::ops::Range;
 
 use flannel_core::kernel::KernelError;
 use flannel_core::object::MacAddr;
+pub(crate) use libc::EBADMSG;
 use neli::consts::nl::NlmF;
 
 /// `NLMSG_ERROR`.
 pub(crate) const ERROR: u16 = 2;
 /// `NLMSG_DONE`.
 pub(crate) const DONE: u16 = 3;
-pub(crate) const EBADMSG: i32 = 74;
 
 /// Bytes of `struct nlmsghdr`.
 const HEADER: usize = 16;

@@ -11,10 +11,10 @@ use flannel_netlink::nftables::{
     at_one_moment, batch, hook, is_device, kind, meta, octets, verdict,
 };
 use flannel_netlink::testing::{in_netns, run};
+use libc::EEXIST;
 use test_support::eventually;
 
 const TABLE: Table<'_> = Table { family: TableFamily::Ip, name: "test" };
-const EEXIST: i32 = 17;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn nft(command: &str) -> String {

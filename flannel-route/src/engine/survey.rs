@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use libc::EAGAIN;
 use tokio::time::Instant;
 
 use super::table::{Actual, Row};
@@ -13,8 +14,6 @@ use flannel_core::Kernel;
 use flannel_core::kernel::{KernelError, NexthopBlock};
 use flannel_core::object::{Change, Key, LinkName, Object, ObjectKind, State};
 use flannel_core::status::Damage;
-
-const EAGAIN: i32 = 11;
 
 /// The part of the kernel that only a snapshot can show.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]

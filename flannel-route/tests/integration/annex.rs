@@ -16,11 +16,10 @@ use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{Backend, Config, Kernel, Result, SubnetManager};
 use flannel_route::annex::WithAnnexes;
 use flannel_route::{Host, JoinOptions, cleanup};
+use libc::EIO;
 use test_support::eventually;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-
-const EIO: i32 = 5;
 
 /// An annex whose changes end when the test ends them.
 #[derive(Debug, Clone, Default)]

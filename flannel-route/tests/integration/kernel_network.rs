@@ -20,9 +20,9 @@ use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
 use flannel_core::{Kernel, Subnet, SubnetManager};
 use flannel_route::KernelNetwork;
 use flannel_route::admission::PathMtus;
+use libc::EINTR;
 use tokio::sync::watch;
 
-const EINTR: i32 = 4;
 const CONFIG: &str = r#"{
     "Network": "10.1.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:1::/48",
     "Backend": {"Type":"test"}

@@ -22,6 +22,7 @@ use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
 use flannel_core::{Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
+use libc::{EADDRINUSE, EEXIST};
 use tokio::sync::watch;
 
 use super::leftovers::log_removal;
@@ -32,8 +33,6 @@ const NAME: &str = "flannel-trial";
 /// It is not that of a device of a network. Otherwise the kernel handle would take a renamed device
 /// for this one.
 const MAC: MacAddr = MacAddr::local([0x0a, 0xf1, 0xa2, 0xe1, 0x7e, 0x57]);
-const EEXIST: i32 = 17;
-const EADDRINUSE: i32 = 98;
 
 /// The store as this node knows it, so that a repeated trial sends it no request.
 #[derive(Debug)]

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use flannel_core::Subnet;
 use flannel_core::kernel::{Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Change, Object};
+pub(super) use libc::EINVAL;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::commands::files::{Files, State, Stored};
@@ -15,7 +16,6 @@ use crate::commands::task::{Of, Task};
 /// removed, because it may have no trace on this host any more.
 const REMOVALS: u32 = 5;
 const REMOVING: Duration = Duration::from_secs(10);
-pub(super) const EINVAL: i32 = 22;
 
 /// All changes, and the tasks of this host.
 #[derive(Debug, Default)]

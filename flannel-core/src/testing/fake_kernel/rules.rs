@@ -1,15 +1,12 @@
 //! Linux's rules for objects of each kind.
 
+use libc::{EEXIST, EINVAL, ENETUNREACH, EOPNOTSUPP};
+
 use super::tables::Tables;
 use crate::kernel::{Footprint, KernelError};
 use crate::object::{
     Addr, Fdb, Key, Link, LinkKind, LinkName, Neigh, Nexthop, Object, Peer, Record, Route, Via,
 };
-
-const EEXIST: i32 = 17;
-const EINVAL: i32 = 22;
-const EOPNOTSUPP: i32 = 95;
-const ENETUNREACH: i32 = 101;
 
 /// The rules for one kind of object.
 pub(super) trait Rules {

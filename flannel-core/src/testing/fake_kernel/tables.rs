@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use libc::{ENETDOWN, ENODEV, ENOENT};
 use tokio::sync::mpsc;
 
 use super::rules::rules;
@@ -10,10 +11,6 @@ use super::{Call, Operation};
 use crate::address::Subnet;
 use crate::kernel::{Footprint, Invalidation, KernelError, KernelEvent, ROUTE_PROTOCOL};
 use crate::object::{Key, Link, LinkKind, LinkName, Object, Route, Via};
-
-const ENOENT: i32 = 2;
-const ENODEV: i32 = 19;
-const ENETDOWN: i32 = 100;
 
 /// The state of the fake kernel, with its listeners and faults.
 #[derive(Default)]

@@ -5,6 +5,7 @@ use std::{fs, io};
 
 use flannel_core::kernel::KernelError;
 use flannel_core::object::{Link, LinkKind, LinkName};
+use libc::{EBUSY, EPERM};
 
 use super::{EEXIST, EINVAL, EOPNOTSUPP, Steps, Writer, unsupported};
 use crate::codec::fou::Port;
@@ -12,9 +13,6 @@ use crate::codec::link::{self, LinkCodec, LinkMessage};
 use crate::kernel::query::{find_link, get_link};
 use crate::kernel::{fou, wireguard};
 use crate::transport::socket::Socket;
-
-const EPERM: i32 = 1;
-const EBUSY: i32 = 16;
 
 /// See [`Kernel::may_change`](flannel_core::Kernel::may_change). The kernel checks the privilege
 /// and the kind of a link before it refuses the attributes of these requests with `EINVAL`. It

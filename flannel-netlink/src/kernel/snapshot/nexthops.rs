@@ -5,19 +5,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use flannel_core::address::Family;
 use flannel_core::kernel::{Footprint, KernelError, NexthopIds, ROUTE_PROTOCOL};
 use flannel_core::object::{Object, State};
+use libc::EOPNOTSUPP;
 
 use super::{Reader, Table};
 use crate::codec::route::RouteMessage;
 use crate::codec::{nexthop, route};
 use crate::transport::socket::Socket;
 
-/// The answer of kernels before 5.3, which have no nexthop objects.
-const EOPNOTSUPP: i32 = 95;
-
 impl Reader<'_> {
     /// Reads the nexthop objects that this network owns.
     pub(super) fn read_nexthops(&mut self) -> Result<(), KernelError> {
         let there = match self.socket.dump_ordered(nexthop::all(), nexthop::read) {
+            // Kernels before 5.3 have no nexthop objects.
             Err(error) if error.errno == EOPNOTSUPP => return Ok(()),
             there => there?,
         };

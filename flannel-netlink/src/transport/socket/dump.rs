@@ -5,14 +5,13 @@ use std::sync::mpsc::sync_channel;
 use std::thread::Builder;
 
 use flannel_core::kernel::KernelError;
+use libc::EBUSY;
 use neli::consts::nl::NlmF;
 use neli::consts::socket::Msg;
 use neli::socket::NlSocket;
 
 use super::{EAGAIN, RECEIVE_BUFFER, Socket, TRIES, is_transient, receive_from, take_each};
 use crate::transport::wire::{DONE, EBADMSG, ERROR, Message, Messages, outcome};
-
-const EBUSY: i32 = 16;
 
 /// A table of at most this many datagrams is read without a second thread.
 const SHORT_TABLE: usize = 4;
