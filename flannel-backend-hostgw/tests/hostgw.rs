@@ -174,12 +174,13 @@ async fn a_config_that_requires_encryption_makes_no_route_to_a_peer() {
         let mut status = network.handle().status;
         let task = tokio::spawn(network.run(subnets.watch_leases().await.unwrap()));
         let now = status.wait_for(|status| status.in_sync).await.unwrap().clone();
-        let expected = match required {
-            true => ["route blackhole 10.1.0.0/16", "route blackhole fd00:1::/48"],
-            false => [
+        let expected = if required {
+            ["route blackhole 10.1.0.0/16", "route blackhole fd00:1::/48"]
+        } else {
+            [
                 "route 10.1.7.0/24 via 192.0.2.7 dev eth0",
                 "route fd00:1:0:7::/64 via 2001:db8::7 dev eth0",
-            ],
+            ]
         };
         assert_eq!(kernel.dump(), expected);
         let rejected: Vec<String> = now.rejected.values().map(ToString::to_string).collect();

@@ -27,9 +27,10 @@ fn addresses(n: u8) -> Dual<IpAddr> {
 }
 
 fn config(backend: &str) -> String {
-    let v6 = match backend.contains("ipip") {
-        true => "",
-        false => r#""EnableIPv6":true,"IPv6Network":"fd00:1::/48","#,
+    let v6 = if backend.contains("ipip") {
+        ""
+    } else {
+        r#""EnableIPv6":true,"IPv6Network":"fd00:1::/48","#
     };
     format!(r#"{{"Network":"10.1.0.0/16",{v6}"Backend":{backend}}}"#)
 }

@@ -233,9 +233,10 @@ async fn look_at_peers(
         |peer: &PeerReport| peer.echoes.iter().find_map(|e| e.segments.as_ref()?.segments.clock);
     let ahead = examination.peers.iter().filter_map(|peer| Some((peer.key.as_str(), ahead(peer)?)));
     found.extend(clocks(&ahead.collect::<Vec<_>>()).map(Fault::from));
-    let text = match all == questions.len() {
-        true => format!("{all} asked"),
-        false => format!("{} of {all} asked; --peers {all} asks all", questions.len()),
+    let text = if all == questions.len() {
+        format!("{all} asked")
+    } else {
+        format!("{} of {all} asked; --peers {all} asks all", questions.len())
     };
     examination.layer("peers", text, bounded(found));
     for why in unknown {

@@ -194,9 +194,10 @@ impl Cleanup {
 
 /// Logs that rules may be left.
 pub(crate) fn log_left(error: &Error) {
-    match error.is_guess() {
-        true => tracing::info!(%error, "rules of an earlier run may be left"),
-        false => tracing::warn!(%error, "rules that an earlier run may have left are not removed"),
+    if error.is_guess() {
+        tracing::info!(%error, "rules of an earlier run may be left");
+    } else {
+        tracing::warn!(%error, "rules that an earlier run may have left are not removed");
     }
 }
 

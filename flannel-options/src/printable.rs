@@ -29,10 +29,7 @@ pub fn inline(text: &str) -> Cow<'_, str> {
     }
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
-        match is_active(c) {
-            true => out += &format!("\\u{:04x}", u32::from(c)),
-            false => out.push(c),
-        }
+        if is_active(c) { out += &format!("\\u{:04x}", u32::from(c)) } else { out.push(c) }
     }
     Cow::Owned(out)
 }

@@ -140,9 +140,10 @@ impl NodeBackends {
         let is_out = |member: &Member| member.lease_type != target && is_broken(member);
         let (mut runs, mut aside) = (Self::default(), Vec::new());
         for member in self.iter() {
-            match is_out(member) {
-                true => aside.push(Member { offered: false, ..member.clone() }),
-                false => runs.0.push(member.clone()),
+            if is_out(member) {
+                aside.push(Member { offered: false, ..member.clone() });
+            } else {
+                runs.0.push(member.clone());
             }
         }
         if runs.offered().next().is_none() {

@@ -109,10 +109,7 @@ fn finish(
     (message[header_len], message[header_len + 1]) = (kind, code);
     set_word(&mut message, header_len + 4, words[0]);
     set_word(&mut message, header_len + 6, words[1]);
-    let pseudo = match is_v6 {
-        true => pseudo_sum(&message, true, ICMP_V6, total - header_len),
-        false => 0,
-    };
+    let pseudo = if is_v6 { pseudo_sum(&message, true, ICMP_V6, total - header_len) } else { 0 };
     let sum = checksum::add(checksum::sum(&message[header_len..]), pseudo);
     set_word(&mut message, header_len + 2, !sum);
     Some(message)
@@ -133,10 +130,7 @@ mod tests {
             let request = echo_request(own, peer, number).unwrap();
             let ip = Header::parse(&request).unwrap();
             assert_eq!((ip.src, ip.dst, ip.total), (own, peer, request.len()));
-            let pseudo = match ip.is_v6 {
-                true => pseudo_sum(&request, true, ICMP_V6, 16),
-                false => 0,
-            };
+            let pseudo = if ip.is_v6 { pseudo_sum(&request, true, ICMP_V6, 16) } else { 0 };
             assert_eq!(checksum::add(checksum::sum(&request[ip.len..]), pseudo), 0xffff);
             assert_eq!(echo_number(&request, &ip, peer), None, "a request is no answer");
             // As the kernel of a peer answers.

@@ -241,9 +241,10 @@ async fn respond(site: &dyn Site, request: &Request) -> Response {
     }
     timeout(ANSWER_TIMEOUT, site.answer(request)).await.unwrap_or_else(|_| {
         let late = format!("there is no answer within {ANSWER_TIMEOUT:?}");
-        match request.uri().path().starts_with("/v1/") {
-            true => refusal(StatusCode::SERVICE_UNAVAILABLE, late),
-            false => text(StatusCode::SERVICE_UNAVAILABLE, late + "\n"),
+        if request.uri().path().starts_with("/v1/") {
+            refusal(StatusCode::SERVICE_UNAVAILABLE, late)
+        } else {
+            text(StatusCode::SERVICE_UNAVAILABLE, late + "\n")
         }
     })
 }

@@ -36,10 +36,8 @@ impl RawIcmp {
     /// # Panics
     /// The kernel refuses.
     pub fn open(is_v6: bool) -> Self {
-        let (domain, icmp) = match is_v6 {
-            false => (Domain::IPV4, Protocol::ICMPV4),
-            true => (Domain::IPV6, Protocol::ICMPV6),
-        };
+        let (domain, icmp) =
+            if is_v6 { (Domain::IPV6, Protocol::ICMPV6) } else { (Domain::IPV4, Protocol::ICMPV4) };
         let open = |protocol| Socket::new(domain, Type::RAW, Some(protocol));
         let out = open(Protocol::from(RAW)).expect("a raw socket can be opened");
         let inbox = open(icmp).expect("a raw socket can be opened");

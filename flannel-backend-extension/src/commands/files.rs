@@ -88,10 +88,12 @@ impl Files {
         }
         let Content { boot, done, task } = serde_json::from_slice(&fs::read(path)?)?;
         let is_earlier = boot != self.boot || boot.is_empty() || task.of == Of::Node;
-        let state = match done {
-            _ if is_earlier => State::Earlier,
-            true => State::Done,
-            false => State::Unsure,
+        let state = if is_earlier {
+            State::Earlier
+        } else if done {
+            State::Done
+        } else {
+            State::Unsure
         };
         Ok(Stored { task, state })
     }

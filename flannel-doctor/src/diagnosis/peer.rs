@@ -187,9 +187,10 @@ impl Case<'_> {
             (answer, self.question.device, self.question.takes, self.own_device_is_less())
         {
             // Only the tunnel belongs to flannel. The external interface may be set so on purpose.
-            return match self.question.by_tunnel(self.devices) {
-                true => found.with_command(format!("ip link set {device} mtu {full}")).into(),
-                false => Fault::new(found, Narrow::Uplink { takes, needed: u32::from(*full) }),
+            return if self.question.by_tunnel(self.devices) {
+                found.with_command(format!("ip link set {device} mtu {full}")).into()
+            } else {
+                Fault::new(found, Narrow::Uplink { takes, needed: u32::from(*full) })
             };
         }
         let most = |answer: &Answer| if let Answer::TooBig(most) = answer { *most } else { None };
@@ -239,13 +240,13 @@ impl Case<'_> {
             }
         };
         let device = self.question.device?;
-        let repair = match self.question.by_tunnel(self.devices) {
-            true => format!("ethtool -K {device} tx-checksum-ip-generic off # {at}"),
-            // Some features of a network card cannot change. This turns off the others.
-            false if at == "here" => format!("ethtool -K {device} tx off # {at}"),
-            false => format!(
-                "ethtool -K {device} tx off # {at}, where the interface may have another name"
-            ),
+        // Some features of a network card cannot change. `tx off` turns off the others.
+        let repair = if self.question.by_tunnel(self.devices) {
+            format!("ethtool -K {device} tx-checksum-ip-generic off # {at}")
+        } else if at == "here" {
+            format!("ethtool -K {device} tx off # {at}")
+        } else {
+            format!("ethtool -K {device} tx off # {at}, where the interface may have another name")
         };
         let text = format!(
             "TCP segments of {} bytes to {} of {} {which}: a firewall drops them, or a network \

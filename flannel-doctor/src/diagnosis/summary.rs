@@ -18,11 +18,10 @@ pub(crate) fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
         let check = &fault.finding.check;
         let count = counts.entry(check.clone()).or_default();
         *count += 1;
-        match *count <= MAX_LISTED {
-            true => few.push(fault),
-            false => {
-                kinds.entry((check.clone(), fault.narrow.is_some())).or_default().push(fault);
-            }
+        if *count <= MAX_LISTED {
+            few.push(fault);
+        } else {
+            kinds.entry((check.clone(), fault.narrow.is_some())).or_default().push(fault);
         }
     }
     for ((check, _), more) in kinds {

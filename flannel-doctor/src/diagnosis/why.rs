@@ -194,9 +194,10 @@ fn verdict(
         };
     };
     let Some(explanation) = &facts.explanation else {
-        let (text, hint) = match facts.daemon {
-            true => ("whose lease has arrived and waits for its turn", "flannelctl watch"),
-            false => ("and the daemon does not answer", "systemctl start flanneld"),
+        let (text, hint) = if facts.daemon {
+            ("whose lease has arrived and waits for its turn", "flannelctl watch")
+        } else {
+            ("and the daemon does not answer", "systemctl start flanneld")
         };
         return (
             false,

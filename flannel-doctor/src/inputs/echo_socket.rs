@@ -264,33 +264,26 @@ fn packet(from: IpAddr, echo: &Echo, size: u16, secret: u64) -> Vec<u8> {
     icmp.extend(echo.token.to_be_bytes());
     icmp.resize(size - header, 0x66);
     // The pseudo header comes first, because the data may have an odd number of bytes.
-    let mut covered = match to.is_ipv6() {
-        true => [
-            bytes(from),
-            bytes(to),
-            (icmp.len() as u32).to_be_bytes().into(),
-            vec![0, 0, 0, ICMPV6],
-        ]
-        .concat(),
-        false => Vec::new(),
+    let mut covered = if to.is_ipv6() {
+        [bytes(from), bytes(to), (icmp.len() as u32).to_be_bytes().into(), vec![0, 0, 0, ICMPV6]]
+            .concat()
+    } else {
+        Vec::new()
     };
     covered.extend(&icmp);
     icmp[2..4].copy_from_slice(&checksum(&covered).to_be_bytes());
-    let mut packet = match to.is_ipv4() {
+    let mut packet = if to.is_ipv4() {
         // Version, length, TOS 0, id 0, don't fragment. The kernel writes the checksum.
-        true => {
-            let mut head = vec![0x45, 0];
-            head.extend((size as u16).to_be_bytes());
-            head.extend([0, 0, 0x40, 0, HOP_LIMIT, ICMP, 0, 0]);
-            head
-        }
+        let mut head = vec![0x45, 0];
+        head.extend((size as u16).to_be_bytes());
+        head.extend([0, 0, 0x40, 0, HOP_LIMIT, ICMP, 0, 0]);
+        head
+    } else {
         // Routers do not fragment IPv6 packets.
-        false => {
-            let mut head = vec![0x60, 0, 0, 0];
-            head.extend((icmp.len() as u16).to_be_bytes());
-            head.extend([ICMPV6, HOP_LIMIT]);
-            head
-        }
+        let mut head = vec![0x60, 0, 0, 0];
+        head.extend((icmp.len() as u16).to_be_bytes());
+        head.extend([ICMPV6, HOP_LIMIT]);
+        head
     };
     packet.extend(bytes(from));
     packet.extend(bytes(to));

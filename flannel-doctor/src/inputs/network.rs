@@ -36,9 +36,12 @@ impl Network {
     pub fn families(&self) -> Vec<Family> {
         let of_peers =
             |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);
-        let has = |family: &Family| match self.datapath.devices.is_empty() {
-            true => of_peers(*family),
-            false => self.datapath.devices[*family].is_some(),
+        let has = |family: &Family| {
+            if self.datapath.devices.is_empty() {
+                of_peers(*family)
+            } else {
+                self.datapath.devices[*family].is_some()
+            }
         };
         Family::BOTH.into_iter().filter(has).collect()
     }

@@ -242,11 +242,13 @@ mod tests {
             let found = search(vec![path(7, lost), path(8, lost)], |probes| {
                 steps.set(steps.get() + 1);
                 assert!(probes.len() <= 64, "one group of echoes");
-                let answer =
-                    |probe: &Probe| match probe.size <= most[usize::from(probe.to == to(8))] {
-                        true => Answer::Reply(Duration::ZERO),
-                        false => Answer::Nothing,
-                    };
+                let answer = |probe: &Probe| {
+                    if probe.size <= most[usize::from(probe.to == to(8))] {
+                        Answer::Reply(Duration::ZERO)
+                    } else {
+                        Answer::Nothing
+                    }
+                };
                 Some(probes.iter().map(answer).collect())
             });
             assert_eq!(found.unwrap().iter().map(|path| path.passes).collect::<Vec<_>>(), most);

@@ -217,10 +217,13 @@ impl<'a> Found<'a> {
         // A rule before it could accept a packet that must not leave.
         let comes_first = place.content == Some(Chain::Encryption);
         let fault = match jumps[..] {
-            [only] if meaning(only) == meaning(&jump) => match comes_first && self.preceded {
-                true => Fault::Misplaced,
-                false => return,
-            },
+            [only] if meaning(only) == meaning(&jump) => {
+                if comes_first && self.preceded {
+                    Fault::Misplaced
+                } else {
+                    return;
+                }
+            }
             [] => Fault::Missing,
             [_] => Fault::Different,
             _ => Fault::Repeated,

@@ -68,9 +68,10 @@ impl NodeBackends {
 
 /// The options of a backend. A config without a `Backend` has none, but a kind.
 fn with_type(backend: &BackendConfig) -> Box<RawValue> {
-    let text = match backend.explicit {
-        true => backend.options.clone(),
-        false => serde_json::json!({ "Type": backend.kind }).to_string(),
+    let text = if backend.explicit {
+        backend.options.clone()
+    } else {
+        serde_json::json!({ "Type": backend.kind }).to_string()
     };
     RawValue::from_string(text).expect("a config has valid JSON")
 }

@@ -599,9 +599,8 @@ fn members(text: &str) -> NodeBackends {
 }
 
 fn shown<'a>(members: impl Iterator<Item = &'a Member>) -> String {
-    let name = |it: &Member| match it.offered {
-        true => it.lease_type.clone(),
-        false => format!("({})", it.lease_type),
+    let name = |it: &Member| {
+        if it.offered { it.lease_type.clone() } else { format!("({})", it.lease_type) }
     };
     members.map(name).collect::<Vec<_>>().join(" ")
 }

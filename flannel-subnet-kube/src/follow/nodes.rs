@@ -140,9 +140,10 @@ impl Nodes {
         wrong.iter_mut().for_each(|why| *why = shorten(why, REASON).into_owned());
         let known = Known { fingerprint, lease, list: self.list };
         self.known.insert(name.into(), known);
-        match wrong.is_empty() {
-            true => drop(self.wrong.remove(name)),
-            false => drop(self.wrong.insert(name.into(), wrong)),
+        if wrong.is_empty() {
+            drop(self.wrong.remove(name));
+        } else {
+            drop(self.wrong.insert(name.into(), wrong));
         }
         self.changed(name, before.as_ref());
         true

@@ -186,12 +186,11 @@ impl Following {
             while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
                 let (line, behind) = (&rest[..end], &rest[end + 1..]);
                 rest = behind;
-                let line = match held.is_empty() {
-                    true => line,
-                    false => {
-                        held.extend_from_slice(line);
-                        &held
-                    }
+                let line = if held.is_empty() {
+                    line
+                } else {
+                    held.extend_from_slice(line);
+                    &held
                 };
                 match self.event(line, version) {
                     Ok(change) => changed |= change,
@@ -206,9 +205,10 @@ impl Following {
             held.extend_from_slice(rest);
             let revision = Revision(version.parse().unwrap_or_default());
             self.api.confirm(Some(revision));
-            match changed {
-                true => self.publish(revision),
-                false => self.unchanged(revision),
+            if changed {
+                self.publish(revision);
+            } else {
+                self.unchanged(revision);
             }
             // Earlier events in the same part are published first.
             if let Some(failure) = wrong {

@@ -15,9 +15,12 @@ use nix::fcntl::OFlag;
 /// It is not a regular file, or the file system refuses.
 pub(crate) fn open(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
-    let regular = |is_regular: bool, what: &str| match is_regular {
-        true => Ok(()),
-        false => Err(io::Error::other(format!("it is {what}, expected a regular file: remove it"))),
+    let regular = |is_regular: bool, what: &str| {
+        if is_regular {
+            Ok(())
+        } else {
+            Err(io::Error::other(format!("it is {what}, expected a regular file: remove it")))
+        }
     };
     let opened = options.custom_flags(flags.bits()).open(path);
     let is_link =

@@ -139,9 +139,10 @@ impl LocalManager {
         let sent = self.clock.boottime();
         if entry.lease.attrs == *attrs && (ours || reserved) {
             // Nothing to publish. A lease is renewed, a reservation needs no renewal.
-            let ttl = match reserved {
-                true => Some(self.ttl),
-                false => self.store.keep_alive(&subnets, self.identity.holder).await?,
+            let ttl = if reserved {
+                Some(self.ttl)
+            } else {
+                self.store.keep_alive(&subnets, self.identity.holder).await?
             };
             return Ok(ttl.map(|ttl| self.settle(entry.clone(), LeaseTerm::confirmed(sent, ttl))));
         }

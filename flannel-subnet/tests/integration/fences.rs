@@ -108,9 +108,10 @@ impl Registry for LossyStore {
             let _ = self.registry.create(&faster, &other, self::grant(99)).await;
         }
         let created = self.registry.create(subnets, attrs, grant).await;
-        match self.lose_created.swap(false, Ordering::Relaxed) {
-            true => Err(Error::Store { store: "lossy".into(), source: "no answer".into() }),
-            false => created,
+        if self.lose_created.swap(false, Ordering::Relaxed) {
+            Err(Error::Store { store: "lossy".into(), source: "no answer".into() })
+        } else {
+            created
         }
     }
     async fn update(

@@ -64,9 +64,10 @@ impl Ctl {
         }
         let usage = |text: String| OptionsError::Usage(name_variable(text, &variables));
         let matches = with_plain_usage(command).try_get_matches_from(args).map_err(|error| {
-            match error.use_stderr() {
-                true => usage(error.render().to_string()),
-                false => OptionsError::Help(error.render().to_string()),
+            if error.use_stderr() {
+                usage(error.render().to_string())
+            } else {
+                OptionsError::Help(error.render().to_string())
             }
         })?;
         let mut options = Self::from_arg_matches(&matches)

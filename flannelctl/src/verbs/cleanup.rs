@@ -171,9 +171,10 @@ impl Account {
     fn rules(&mut self, report: flannel_firewall::Cleanup) {
         self.done.extend(report.found.iter().map(|there| format!("delete {}", there.object)));
         for error in report.failed {
-            match error.is_guess() {
-                true => self.unknown.push(error.to_string()),
-                false => self.failed.push(("delete firewall rules".to_owned(), error.to_string())),
+            if error.is_guess() {
+                self.unknown.push(error.to_string());
+            } else {
+                self.failed.push(("delete firewall rules".to_owned(), error.to_string()));
             }
         }
     }

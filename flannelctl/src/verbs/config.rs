@@ -143,11 +143,12 @@ async fn write(
     let mut output = match validate(&text.text, backends) {
         Ok(config) => {
             let restart = used.as_ref().is_some_and(|used| used.networks != config.networks);
-            let note = match restart {
-                true => format!(
+            let note = if restart {
+                format!(
                     "{result}; each daemon uses the changed pod networks from its next start on"
-                ),
-                false => result.to_owned(),
+                )
+            } else {
+                result.to_owned()
             };
             let mut output = describe(&config, &text, &note, terminal);
             if config.require_encryption {
@@ -330,9 +331,10 @@ pub(super) fn of_file(file: &Path, backends: &Backends) -> Result<Config> {
 
 fn read(file: &Path) -> Result<ConfigText> {
     let mut text = String::new();
-    let read = match file.as_os_str() == "-" {
-        true => std::io::stdin().read_to_string(&mut text).map(drop),
-        false => std::fs::read_to_string(file).map(|content| text = content),
+    let read = if file.as_os_str() == "-" {
+        std::io::stdin().read_to_string(&mut text).map(drop)
+    } else {
+        std::fs::read_to_string(file).map(|content| text = content)
     };
     let location = file.display().to_string();
     read.map_err(|error| Error::Refused(format!("{location}: {error}")))?;

@@ -117,9 +117,10 @@ pub(crate) fn findings(findings: &[Finding], terminal: &Terminal) -> String {
 }
 
 fn headline(report: &StatusReport, terminal: &Terminal) -> String {
-    let state = match report.ready {
-        true => terminal.style(Style::Good, "READY"),
-        false => terminal.style(Style::Bad, "NOT READY"),
+    let state = if report.ready {
+        terminal.style(Style::Good, "READY")
+    } else {
+        terminal.style(Style::Bad, "NOT READY")
     };
     let daemon = &report.daemon;
     let (version, up) = (inline(&daemon.version), span(report.time - daemon.started));
@@ -134,9 +135,10 @@ fn network_fields(network: &NetworkReport, terminal: &Terminal) -> String {
         (word, _) => word.to_uppercase(),
     };
     let interface = &network.interface;
-    let known = match interface.public == interface.addresses {
-        true => String::new(),
-        false => format!(", known to peers as {}", interface.public.join(", ")),
+    let known = if interface.public == interface.addresses {
+        String::new()
+    } else {
+        format!(", known to peers as {}", interface.public.join(", "))
     };
     let chosen = format!(
         "{}, {}{known}, MTU {}: {}",

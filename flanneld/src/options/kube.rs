@@ -62,15 +62,16 @@ const HIDE: bool = !cfg!(feature = "kube");
 impl KubeFlags {
     /// Flags that change nothing, given these.
     pub(super) fn without_effect(&self) -> &'static [&'static str] {
-        match self.kube_subnet_mgr {
-            true => &["registry", "subnet_lease_renew_margin"],
-            false => &[
+        if self.kube_subnet_mgr {
+            &["registry", "subnet_lease_renew_margin"]
+        } else {
+            &[
                 "kube_api_url",
                 "kube_annotation_prefix",
                 "kubeconfig_file",
                 "net_config_path",
                 "set_node_network_unavailable",
-            ],
+            ]
         }
     }
 
@@ -125,12 +126,13 @@ impl KubeFlags {
         let is_url = |url: http::Uri| {
             matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some()
         };
-        match text.is_empty() || text.parse().is_ok_and(is_url) {
-            true => Ok(()),
-            false => Err(format!(
+        if text.is_empty() || text.parse().is_ok_and(is_url) {
+            Ok(())
+        } else {
+            Err(format!(
                 "--kube-api-url: {text:?} is no URL; expected one such as \
-                 https://192.0.2.1:6443"
-            )),
+             https://192.0.2.1:6443"
+            ))
         }
     }
 

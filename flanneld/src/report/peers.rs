@@ -138,9 +138,10 @@ impl<'a> PeerStates<'a> {
         if let Some(why) = &self.all_wait {
             return (State::Pending, Some(why));
         }
-        let wait = match self.unprocessed.contains(subnets) {
-            true => Some(&Wait::Turn),
-            false => self.waiting.and_then(|waiting| waiting.peers.get(subnets)),
+        let wait = if self.unprocessed.contains(subnets) {
+            Some(&Wait::Turn)
+        } else {
+            self.waiting.and_then(|waiting| waiting.peers.get(subnets))
         };
         match wait {
             Some(wait) => (State::Pending, Some(wait)),

@@ -31,12 +31,11 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
             found.of_lease(network, snapshot);
             let Running { config, lapsed, .. } = &*network.running;
             if !facts.subnet_file && !lapsed {
-                let why = match config.require_encryption {
-                    true => {
-                        "the firewall rule of RequireEncryption comes first, and until it is in \
-                         place, no route to another node is made either"
-                    }
-                    false => "firewall rules come first",
+                let why = if config.require_encryption {
+                    "the firewall rule of RequireEncryption comes first, and until it is in \
+                     place, no route to another node is made either"
+                } else {
+                    "firewall rules come first"
                 };
                 found.error(format!("the subnet file is not written yet: {why}"), WATCH);
             }
@@ -67,13 +66,12 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
                 config.networks[family].is_some_and(|new| new.network.covers(&old.network))
             })
         };
-        let hint = match snapshot.network.as_ref().is_some_and(covers) {
+        let hint = if snapshot.network.as_ref().is_some_and(covers) {
             // Pods keep their addresses.
-            true => "systemctl restart flanneld",
-            false => {
-                "systemctl restart flanneld # and the pods, which do not survive another pod \
-                 network"
-            }
+            "systemctl restart flanneld"
+        } else {
+            "systemctl restart flanneld # and the pods, which do not survive another pod \
+             network"
         };
         found.warning(text, hint);
     }
@@ -204,12 +202,11 @@ impl Found {
             self.error(text, hint);
         }
         if !status.in_sync && status.kernel_error.is_none() && status.failing.is_empty() {
-            let text = match status.live {
-                true => "syncing the kernel with the leases",
-                false => {
-                    "the leases are those of an earlier run, because the store has not listed them \
-                     yet"
-                }
+            let text = if status.live {
+                "syncing the kernel with the leases"
+            } else {
+                "the leases are those of an earlier run, because the store has not listed them \
+                 yet"
             };
             self.error(text, WATCH);
         }

@@ -95,10 +95,8 @@ async fn run_until_next(
     let Ready { handshakes, lapsed, cached, first, chosen, validator, .. } = ready;
     let (handle, withholds_offers) = (network.handle(), network.withholds_offers());
     let own = handle.lease.subnets;
-    let tunnel_devices = match network.needs_handshakes() {
-        true => team.handshakes_on(settings),
-        false => BTreeSet::new(),
-    };
+    let tunnel_devices =
+        if network.needs_handshakes() { team.handshakes_on(settings) } else { BTreeSet::new() };
     let no_look_yet = (!tunnel_devices.is_empty()).then(Tunnels::default);
     let (tunnels, seen_tunnels) = watch::channel(no_look_yet);
     let firewall = async {

@@ -107,12 +107,11 @@ async fn skip(
                 let (line, behind) = (&rest[..end], &rest[end + 1..]);
                 rest = behind;
                 // A complete line is decoded in place, as a daemon does.
-                let line = match held.is_empty() {
-                    true => line,
-                    false => {
-                        held.extend_from_slice(line);
-                        &held
-                    }
+                let line = if held.is_empty() {
+                    line
+                } else {
+                    held.extend_from_slice(line);
+                    &held
                 };
                 serde_json::from_slice::<IgnoredAny>(line)?;
                 held.clear();

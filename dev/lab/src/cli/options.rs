@@ -49,12 +49,14 @@ fn hosts(text: &str) -> Result<usize, String> {
 
 /// Parses the `Backend` object of the network config, or only its type.
 fn backend(text: &str) -> Result<Value, String> {
-    let backend = match text.starts_with('{') {
-        true => serde_json::from_str(text).map_err(|error| {
+    let backend = if text.starts_with('{') {
+        serde_json::from_str(text).map_err(|error| {
             format!("{error}; expected an object such as {{\"Type\": \"vxlan\"}}")
-        })?,
-        false if text.eq_ignore_ascii_case("extension") => routes_by_commands(),
-        false => json!({ "Type": text }),
+        })?
+    } else if text.eq_ignore_ascii_case("extension") {
+        routes_by_commands()
+    } else {
+        json!({ "Type": text })
     };
     let kind = backend["Type"].as_str().unwrap_or_default().to_lowercase();
     flannel_backends::all().find(&kind).map_err(|error| error.to_string())?;
