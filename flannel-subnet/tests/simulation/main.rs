@@ -12,7 +12,8 @@
 //! back, unless another node had it meanwhile. No lease ends without a reason. After the faults,
 //! every node that can get a subnet has one, and all views equal the store.
 //!
-//! `FLANNEL_SIM_SEEDS=n` runs n seeds. `FLANNEL_SIM_SEED=n` runs one and prints its events.
+//! `FLANNEL_SIM_SEEDS=n` runs the seeds before n, and with `FLANNEL_SIM_FIRST=m` only those from m
+//! on. `FLANNEL_SIM_SEED=n` runs one seed and prints its events.
 
 #![allow(clippy::unwrap_used, reason = "test helpers are test code")]
 
@@ -43,9 +44,10 @@ fn number(name: &str) -> Option<u64> {
         .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
 }
 
-/// Runs seeds on all processors until one fails. Returns how often each fault happened.
-fn run(seeds: u64) -> Counts {
-    let next = AtomicU64::new(0);
+/// Runs the seeds from `first` to before `seeds` on all processors until one fails. Returns how
+/// often each fault happened.
+fn run(first: u64, seeds: u64) -> Counts {
+    let next = AtomicU64::new(first);
     let work = || {
         let mut counts = Counts::default();
         loop {
@@ -86,7 +88,8 @@ fn nodes_share_a_network_under_all_faults() {
         assert_eq!(outcome.wrong, None, "seed {seed}");
         return;
     }
-    let counts = run(number("FLANNEL_SIM_SEEDS").unwrap_or(SEEDS));
+    let first = number("FLANNEL_SIM_FIRST").unwrap_or(0);
+    let counts = run(first, number("FLANNEL_SIM_SEEDS").unwrap_or(SEEDS));
     for (fault, times) in counts.iter() {
         println!("{fault:?}: {times}");
         assert!(times > 0, "{fault:?} never happened");

@@ -244,7 +244,8 @@ impl Node {
     ) -> u64 {
         let mut stats = store.stats();
         stats.note(|| format!("{run:?} acquired {}", lease.subnets));
-        let found = stats.first_write(self.id, &lease.subnets).is_some_and(|first| first <= begin);
+        let found = stats.first_write(self.id, &lease.subnets).is_some_and(|first| first <= begin)
+            || stats.came_late(self.id, &lease.subnets);
         if let Some((previous, since)) = disk.previous
             && previous != lease.subnets
             && lease.expires.is_some()

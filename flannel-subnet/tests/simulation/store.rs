@@ -69,6 +69,8 @@ pub(crate) struct StoreStats {
     deleted: BTreeSet<(Subnets, Revision)>,
     /// The last writer of each key, and when; `None`: an operator or another program.
     writes: BTreeMap<Subnets, Vec<(u64, Option<usize>)>>,
+    /// The keys that an earlier run of a node wrote during a later one.
+    late: BTreeSet<(usize, Subnets)>,
     sequence: u64,
     pub(crate) wrong: Option<String>,
     /// The events, if they are recorded.
@@ -127,6 +129,11 @@ impl StoreStats {
     pub(crate) fn wrote_another(&self, node: usize, key: &Subnets) -> bool {
         let mut others = self.writes.iter().filter(|(other, _)| *other != key);
         others.any(|(_, writes)| writes.iter().any(|(_, who)| *who == Some(node)))
+    }
+
+    /// Whether an earlier run of the node wrote this key during a later one.
+    pub(crate) fn came_late(&self, node: usize, key: &Subnets) -> bool {
+        self.late.contains(&(node, *key))
     }
 
     pub(crate) fn sequence(&self) -> u64 {
@@ -240,6 +247,9 @@ impl Store {
         };
         let mut stats = self.stats();
         stats.wrote(subnets, Some(run.node));
+        if stats.running.get(&run.node).is_some_and(|now| now.number > run.number) {
+            stats.late.insert((run.node, *subnets));
+        }
         if alone {
             stats.evicted.remove(&(run.node, run.number, *subnets));
         }
