@@ -26,6 +26,8 @@ enum Attempt {
     Beaten(Listing),
     /// The store has changed and must be listed again.
     Lost,
+    /// The store has a key of these subnets, which its list does not show.
+    Hidden(Subnets),
 }
 
 impl From<Option<Lease>> for Attempt {
@@ -48,8 +50,12 @@ impl LocalManager {
         let (config, cached) = self.configs.for_lease(self.read_config()).await?;
         let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
         let mut listing = self.store.list().await?;
+        // Subnets that were hidden once, and those that were hidden again: the first time the key
+        // may just have been deleted.
+        let mut seen = None;
+        let mut hidden = Vec::new();
         loop {
-            listing = match self.try_acquire(&config, attrs, &listing).await? {
+            listing = match self.try_acquire(&config, attrs, &listing, &hidden).await? {
                 Attempt::Acquired(lease) if !self.holding.has_lapsed() => {
                     if !cached {
                         self.fallback.note_config_of(&config, &lease.subnets);
@@ -69,6 +75,14 @@ impl LocalManager {
                     tokio::time::sleep(backoff.pause()).await;
                     self.store.list().await?
                 }
+                Attempt::Hidden(subnets) => {
+                    tracing::debug!(%subnets, "the store has the key, but does not list it");
+                    if seen.replace(subnets) == Some(subnets) {
+                        hidden.push(subnets);
+                    }
+                    tokio::time::sleep(backoff.pause()).await;
+                    self.store.list().await?
+                }
             };
         }
     }
@@ -79,6 +93,7 @@ impl LocalManager {
         config: &Config,
         attrs: &LeaseAttrs,
         listing: &Listing,
+        hidden: &[Subnets],
     ) -> Result<Attempt> {
         if let Some(entry) = own_entry(listing, &self.identity, config, attrs) {
             let subnets = entry.lease.subnets;
@@ -97,7 +112,7 @@ impl LocalManager {
                 tracing::warn!(%subnets, %reason, "this node's reservation is not used");
             }
         }
-        self.take_new(config, listing, attrs).await
+        self.take_new(config, listing, attrs, hidden).await
     }
 
     /// Fails if another host with our public address has taken this lease from us. Otherwise each
@@ -164,14 +179,16 @@ impl LocalManager {
         self.rewrite(&subnets, entry.lease.revision, attrs, reserved).await.map(Some)
     }
 
-    /// Takes the previous subnets if they are free, else other free subnets.
+    /// Takes the previous subnets if they are free, else other free subnets. Those that are `hidden`
+    /// are not free.
     async fn take_new(
         &self,
         config: &Config,
         listing: &Listing,
         attrs: &LeaseAttrs,
+        hidden: &[Subnets],
     ) -> Result<Attempt> {
-        let all: Vec<Subnets> = occupied(listing).collect();
+        let all: Vec<Subnets> = occupied(listing).chain(hidden.iter().copied()).collect();
         let free = |subnets: &Subnets| !all.iter().any(|other| other.overlaps(subnets));
         let previous = self.identity.previous.filter(|subnets| fits(config, subnets));
         let subnets = match previous.filter(free) {
@@ -184,7 +201,7 @@ impl LocalManager {
             Err(now) if occupied(&now).any(|other| other.overlaps(&subnets)) => {
                 return Ok(Attempt::Beaten(now));
             }
-            Err(_) => None,
+            Err(_) => return Ok(Attempt::Hidden(subnets)),
         };
         let term = LeaseTerm::confirmed(sent, self.ttl);
         Ok(written.map(|entry| self.settle(entry, term)).into())

@@ -322,3 +322,34 @@ async fn watches_that_a_proxy_ends_are_begun_again_soon() {
     let lists = lists.load(Ordering::Relaxed);
     assert!((58..=60).contains(&lists), "{lists} watches of a minute in an hour");
 }
+
+/// A list does not name all keys that cannot be used, if somebody wrote very many.
+#[tokio::test(start_paused = true)]
+async fn a_node_whose_previous_key_is_not_listed_takes_other_subnets() {
+    let mut store = MockStore::new();
+    store.expect_fmt().returning(|f| f.write_str("mock"));
+    store.expect_trouble().return_const(None);
+    store.expect_config().returning(|| {
+        let text = r#"{"Network":"10.1.0.0/16"}"#.into();
+        Ok(ConfigText { location: "mock".into(), text })
+    });
+    store.expect_list().times(1..5).returning(|| Ok(Listing::default()));
+    let previous: Subnets = "10.1.5.0-24".parse().unwrap();
+    store.expect_create_or_list().times(1..5).returning(move |subnets, attrs, grant| {
+        if *subnets == previous {
+            return Ok(Err(Listing::default()));
+        }
+        let mut entry = entry(grant.map(|grant| grant.holder.0));
+        let lease = Arc::make_mut(&mut entry.lease);
+        lease.subnets = *subnets;
+        lease.attrs = attrs.clone();
+        Ok(Ok(entry))
+    });
+    let identity =
+        Identity { holder: HolderId(1), previous: Some(previous), local_addresses: Vec::new() };
+    let manager = LocalManager::new(Arc::new(store), identity);
+    let attrs = entry(None).lease.attrs.clone();
+    let lease = tokio::time::timeout(DAY, manager.acquire_lease(&attrs));
+    let lease = lease.await.expect("within a day").unwrap();
+    assert_ne!(lease.subnets, previous);
+}
