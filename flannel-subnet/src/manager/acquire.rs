@@ -179,8 +179,8 @@ impl LocalManager {
         self.rewrite(&subnets, entry.lease.revision, attrs, reserved).await.map(Some)
     }
 
-    /// Takes the previous subnets if they are free, else other free subnets. Those that are `hidden`
-    /// are not free.
+    /// Takes the previous subnets if they are free, else other free subnets. Those that are
+    /// `hidden` are not free.
     async fn take_new(
         &self,
         config: &Config,
