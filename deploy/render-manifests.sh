@@ -2,7 +2,7 @@
 # Renders the chart with helm, which HELM names if it is not in the PATH:
 #
 #     DIR/kube-flannel.yml               the namespace, and the chart with its default values
-#     DIR/rendered/NAME.yml        the chart with the values of NAME.values.yaml there
+#     DIR/rendered/NAME.yml              the chart with the values of NAME.values.yaml there
 #
 # DIR is this directory if it is not given. Run it after each change of the chart. `.ci/long` checks
 # that the files are what it writes.

@@ -47,8 +47,8 @@ impl Backoff {
 }
 
 /// The pauses after failures of a store. A store that fails may be overloaded, and all nodes of a
-/// cluster ask it. So these pauses start anew only after a time without a failure: a store that
-/// answers only some requests gets no more of them.
+/// cluster ask it. So these pauses start anew only after a time without a failure, or after
+/// [`Self::reset`]: a store that answers only some requests gets no more of them.
 #[derive(Debug)]
 pub struct FailurePauses {
     steps: Backoff,

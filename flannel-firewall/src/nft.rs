@@ -13,7 +13,7 @@ use flannel_core::runtime::{blocking, lock};
 use flannel_netlink::netfilter::{
     Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
-use flannel_netlink::nftables::{Expr, GROUP, Table, batch, generation};
+use flannel_netlink::nftables::{self, Expr, GROUP, Table, batch, generation};
 use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
 
 use self::table::{Content, Id, TABLES};
@@ -141,8 +141,7 @@ fn finds_routes(socket: &mut NetfilterSocket, family: Family) -> bool {
     let rules = vec![vec![Expr::OutDevice]];
     let mut probe = batch();
     table.make_new(&mut probe, "can rules look for routes?");
-    flannel_netlink::nftables::Chain { base: None, rules }
-        .make(&mut probe, &table, "probe", "a probe");
+    nftables::Chain { base: None, rules }.make(&mut probe, &table, "probe", "a probe");
     table.remove(&mut probe);
     let refused = socket.commit(probe).err();
     if let Some(Refused { error, .. }) = &refused {
@@ -270,7 +269,7 @@ fn at_one_moment<T>(
     socket: &mut NetfilterSocket,
     read: impl FnMut(&mut NetfilterSocket) -> Result<T, Error>,
 ) -> Result<T, Error> {
-    flannel_netlink::nftables::at_one_moment(socket, |error| Error::kernel("nftables", error), read)
+    nftables::at_one_moment(socket, |error| Error::kernel("nftables", error), read)
 }
 
 /// The chains of flannel that `iptables-nft` has in nf_tables. Only `iptables-nft` may change them.

@@ -27,9 +27,14 @@
 //! fn main() -> Result<(), KernelError> {
 //!     // Counts the packets that arrive for this host.
 //!     let table = Table { family: TableFamily::Inet, name: "example" };
-//!     let (kind, policy) = ("filter".to_owned(), verdict::ACCEPT);
+//!     let base = Base {
+//!         kind: "filter".to_owned(),
+//!         hook: hook::INPUT,
+//!         priority: 0,
+//!         policy: verdict::ACCEPT,
+//!     };
 //!     let chain = Chain {
-//!         base: Some(Base { kind, hook: hook::INPUT, priority: 0, policy }),
+//!         base: Some(base),
 //!         rules: vec![vec![Expr::Counter]],
 //!     };
 //!     let mut socket = NetfilterSocket::open()?;
@@ -55,8 +60,9 @@ mod expr;
 mod set;
 mod table;
 
-use crate::netfilter::{Batch, Kind, NetfilterSocket};
 use flannel_core::kernel::KernelError;
+
+use crate::netfilter::{Batch, Kind, NetfilterSocket};
 use libc::{EAGAIN, ENOENT};
 
 use self::attributes::number_in;

@@ -46,7 +46,8 @@
 //! assert!(!backends.is_moving());
 //! // The network config names another backend.
 //! backends.aim_at("host-gw", &backend("host-gw"));
-//! let (view, own) = (View::unknown(), "10.1.7.0-24".parse().unwrap());
+//! let view = View::unknown();
+//! let own = "10.1.7.0-24".parse().unwrap();
 //! let rejected = &Listing::default();
 //! let seen = Seen { in_place: false, view: &view, own, tunnels: None, rejected };
 //! let step = backends.step("host-gw", &seen).unwrap();

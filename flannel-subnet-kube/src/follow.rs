@@ -13,6 +13,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use flannel_core::lease::{Origin, Revision, View};
+use flannel_core::runtime::Task;
 use tokio::sync::watch::{Receiver, Sender, channel};
 use tokio::time::{Instant, sleep};
 
@@ -20,7 +21,6 @@ use crate::api::pause::Pause;
 use crate::api::{Api, Failure};
 use crate::node::annotations::wrong_overwrites;
 use crate::node::{Node, Wire};
-use flannel_core::runtime::Task;
 use list::Freshness;
 use nodes::Nodes;
 pub(crate) use nodes::ReadOptions;

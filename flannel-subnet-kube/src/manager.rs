@@ -19,12 +19,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 use flannel_core::address::Family;
 use flannel_core::lease::{LeaseAttrs, View};
+use flannel_core::runtime::{Task, lock};
 use flannel_core::subnet::{Hints, LeaseEnd, Ownership, Readiness, StoreStatus};
 use flannel_core::{Config, Error, Lease, Result, SubnetManager};
 use tokio::sync::watch;
 
 use crate::options::KubeOptions;
-use flannel_core::runtime::{Task, lock};
 use shared::Shared;
 
 /// The time between two reads of the file with the network config.

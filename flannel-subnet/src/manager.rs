@@ -19,6 +19,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, View};
 use flannel_core::logging::Seldom;
+use flannel_core::runtime::{Task, lock};
 use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
 use flannel_core::{Config, Lease, Result, SubnetManager, Subnets};
 use tokio::sync::watch;
@@ -30,7 +31,6 @@ use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
 pub use assigned::AssignedManager;
 use configs::Configs;
 use fallback::Fallback;
-use flannel_core::runtime::{Task, lock};
 use holding::Holding;
 use listing::{as_stored, is_config_of};
 

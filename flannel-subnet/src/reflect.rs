@@ -7,14 +7,14 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use flannel_core::backoff::Backoff;
+use flannel_core::backoff::{Backoff, FailurePauses};
 use flannel_core::lease::{LeaseSet, Origin, View};
+use flannel_core::runtime::{Task, lock};
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::registry::{Batch, Listing, Now, Registry};
-use flannel_core::runtime::{Task, lock};
 
 /// A watch of this length shows that the store works.
 const WATCHED: Duration = Duration::from_secs(10);
@@ -87,13 +87,12 @@ impl Reflector {
 async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
     let mut failures = registry.failure_pauses();
-    let mut begun = None;
     // Leases of an earlier run are treated like those of a lost store.
     let mut lost = matches!(shared.views.borrow().origin, Origin::Cached { written: Some(_) });
     let (mut logged, mut refused) = (false, false);
     loop {
         let pause = if let Err(error) =
-            list_and_watch(&*registry, &shared, &mut backoff, &mut lost, &mut begun).await
+            list_and_watch(&*registry, &shared, &mut backoff, &mut failures, &mut lost).await
         {
             if !lost {
                 (logged, refused) = (false, false);
@@ -110,10 +109,6 @@ async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
                     "store lost, the last leases stay in use"
                 );
             }
-            // Some proxies end each watch after a minute.
-            if begun.take().is_some_and(|begun: Instant| begun.elapsed() >= WATCHED) {
-                failures.reset();
-            }
             failures.pause()
         } else {
             tracing::debug!(store = %registry, "changes were missed, listing again");
@@ -123,13 +118,13 @@ async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
     }
 }
 
-/// Returns when changes were missed. `begun` gets the time at which the watch begins.
+/// Returns when changes were missed.
 async fn list_and_watch(
     registry: &dyn Registry,
     shared: &Shared,
     backoff: &mut Backoff,
+    failures: &mut FailurePauses,
     lost: &mut bool,
-    begun: &mut Option<Instant>,
 ) -> Result<()> {
     let listing = registry.list().await?;
     shared.replace(&listing);
@@ -137,15 +132,25 @@ async fn list_and_watch(
     // The watch may last for months.
     drop(listing);
     let mut watch = registry.watch(revision).await?;
-    *begun = Some(Instant::now());
+    let begun = Instant::now();
     if std::mem::take(lost) {
         tracing::info!(leases, store = %registry, "the store answers");
     }
-    while let Some(batch) = watch.next().await? {
+    loop {
+        let batch = match watch.next().await {
+            Ok(Some(batch)) => batch,
+            Ok(None) => return Ok(()),
+            Err(error) => {
+                // Some proxies end each watch after a minute.
+                if begun.elapsed() >= WATCHED {
+                    failures.reset();
+                }
+                return Err(error);
+            }
+        };
         backoff.reset();
         shared.apply(batch);
     }
-    Ok(())
 }
 
 impl Shared {

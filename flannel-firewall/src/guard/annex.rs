@@ -39,10 +39,10 @@ const CHANGED: &str = ", changed by another program";
 /// tunnel ([`Self::tunnel`]), one in each family, and the peers ([`Self::peer`]). Without an end it
 /// refuses nothing. With an end and without peers it refuses everything.
 ///
-/// Fragments of IPv4 are assembled before they are checked. Those of IPv6 are only where connection
-/// tracking is active (`nf_defrag_ipv6`). Otherwise the sender of the first one counts. Each packet
-/// of a batch that no network card has segmented (`UDP_SEGMENT`) is checked. Packets that travel
-/// without the tunnel are not its matter.
+/// Fragments of IPv4 are assembled before they are checked. Fragments of IPv6 are assembled before
+/// only where connection tracking is active (`nf_defrag_ipv6`); elsewhere the sender of the first
+/// fragment counts. Each packet of a batch that no network card has segmented (`UDP_SEGMENT`) is
+/// checked. Packets that travel without the tunnel are not its matter.
 ///
 /// Needs `CAP_NET_ADMIN`. Each call works in the network namespace of its thread. Clones are the
 /// same annex.

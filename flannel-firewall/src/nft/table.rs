@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Batch, NetfilterSocket};
-use flannel_netlink::nftables::{Base, Table, TableHead, hook, verdict};
+use flannel_netlink::nftables::{self, Base, Table, TableHead, hook, verdict};
 
 use super::rule;
 use crate::rules::{Chain, Rules};
@@ -53,7 +53,7 @@ pub(crate) struct Content {
     flags: u32,
     /// The number of chains, sets and other objects in the table (`NFTA_TABLE_USE`).
     uses: u32,
-    chains: BTreeMap<Chain, flannel_netlink::nftables::Chain>,
+    chains: BTreeMap<Chain, nftables::Chain>,
 }
 
 /// The name, type, hook, priority and comment of a chain.
@@ -111,7 +111,7 @@ impl Content {
                 let rules = rules.iter().map(rule::of).collect();
                 let (kind, policy) = (kind.to_owned(), verdict::ACCEPT);
                 let base = Some(Base { kind, hook, priority, policy });
-                let filled = flannel_netlink::nftables::Chain { base, rules };
+                let filled = nftables::Chain { base, rules };
                 table.chains.insert(*chain, filled);
                 table.uses += 1;
             }
@@ -126,8 +126,7 @@ impl Content {
         let table = id.table();
         let Some(TableHead { flags, uses, .. }) = table.head(socket)? else { return Ok(None) };
         let names: Vec<&str> = id.chains.iter().map(|chain| place(*chain).name).collect();
-        let chains =
-            id.chains.iter().zip(flannel_netlink::nftables::Chain::read(socket, &table, &names)?);
+        let chains = id.chains.iter().zip(nftables::Chain::read(socket, &table, &names)?);
         let chains = chains.filter_map(|(chain, filled)| Some((*chain, filled?))).collect();
         Ok(Some(Self { flags, uses, chains }))
     }

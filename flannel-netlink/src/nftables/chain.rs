@@ -1,8 +1,8 @@
 //! Chains and their rules.
 
-use crate::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
 use flannel_core::kernel::KernelError;
 
+use crate::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
 use crate::nftables::attributes::{comment, find, number, number_in, text_in};
 use crate::nftables::expr::{self, Expr};
 use crate::nftables::table::{DELRULE, DELTABLE, NEWTABLE, RULE_EXPRESSIONS, TABLE};
@@ -29,8 +29,8 @@ pub(crate) const RULE_CHAIN: u16 = 2;
 pub mod hook {
     /// Each packet that arrives.
     pub const PREROUTING: u32 = 0;
-    /// A packet that arrives for this host. Fragments of IPv4 are assembled before, those of IPv6
-    /// only if connection tracking is active.
+    /// A packet that arrives for this host. Fragments of IPv4 are assembled before, fragments
+    /// of IPv6 only if connection tracking is active.
     pub const INPUT: u32 = 1;
     /// A packet that this host forwards.
     pub const FORWARD: u32 = 2;

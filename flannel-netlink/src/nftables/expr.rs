@@ -4,10 +4,10 @@
 
 use std::net::IpAddr;
 
-use crate::netfilter::{Attributes, Messages};
 use flannel_core::address::Family;
 use flannel_core::object::LinkName;
 
+use crate::netfilter::{Attributes, Messages};
 use crate::nftables::attributes::{find, number, number_in, text_in};
 
 /// Properties of a packet (`NFT_META_…`).
@@ -174,7 +174,7 @@ pub fn is_device(device: LinkName) -> Expr {
     Expr::Compare { equal: true, value: padded(device) }
 }
 
-/// Continues only if the loaded name is that of another device.
+/// Continues only if the loaded name names another device.
 pub fn is_other_device(device: LinkName) -> Expr {
     Expr::Compare { equal: false, value: padded(device) }
 }

@@ -1,9 +1,9 @@
 //! Sets of nf_tables, and transactions that change their elements.
 
-use crate::netfilter::{Attributes, Batch, Make, Messages, NetfilterSocket};
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 
+use crate::netfilter::{Attributes, Batch, Make, Messages, NetfilterSocket};
 use crate::nftables::attributes::{find, number, number_in};
 use crate::nftables::table::TABLE;
 use crate::nftables::{Table, batch, present};

@@ -2,10 +2,10 @@
 
 use std::fmt;
 
-use crate::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 
+use crate::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
 use crate::nftables::attributes::{comment, find, number, number_in, text_in};
 use crate::nftables::chain::{CHAIN_NAME, DELCHAIN, GETCHAIN, RULE_CHAIN};
 use crate::nftables::expr::{self, Expr};

@@ -7,11 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::address::Family;
+use flannel_core::runtime::lock;
 use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use flannel_core::{Error, Lease, Result};
 use tokio::time::{Instant, sleep};
-
-use flannel_core::runtime::lock;
 
 use super::own::missing;
 use super::shared::Shared;

@@ -7,11 +7,10 @@ use std::net::IpAddr;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
+use flannel_core::runtime::lock;
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use serde::Deserialize;
 use serde_json::json;
-
-use flannel_core::runtime::lock;
 
 use super::shared::Shared;
 use crate::api::Call;

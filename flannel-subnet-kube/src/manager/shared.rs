@@ -7,11 +7,10 @@ use std::sync::{Arc, Mutex};
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::runtime::lock;
 use flannel_core::subnet::{Hints, Ownership, Readiness};
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{OnceCell, watch};
-
-use flannel_core::runtime::lock;
 
 use super::wait::Obstacle;
 use crate::api::{Api, Source};

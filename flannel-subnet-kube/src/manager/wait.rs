@@ -6,10 +6,9 @@
 
 use std::time::Duration;
 
+use flannel_core::runtime::lock;
 use flannel_core::{Config, Error, Result, SubnetManager};
 use tokio::time::sleep;
-
-use flannel_core::runtime::lock;
 
 use super::KubeManager;
 use super::shared::Shared;

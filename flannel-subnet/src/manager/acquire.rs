@@ -7,9 +7,8 @@ use flannel_core::address::Dual;
 use flannel_core::backoff::Backoff;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Revision};
-use flannel_core::{Config, Error, Lease, Result, Subnet, Subnets};
-
 use flannel_core::runtime::lock;
+use flannel_core::{Config, Error, Lease, Result, Subnet, Subnets};
 
 use super::LocalManager;
 use super::hold::is_blank;

@@ -10,12 +10,11 @@ use std::time::SystemTime;
 use async_trait::async_trait;
 use flannel_core::address::Dual;
 use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::runtime::lock;
 use flannel_core::subnet::{Hints, LeaseEnd, Loss, Ownership, StoreStatus};
 use flannel_core::{Config, Error, Lease, Result, SubnetManager, Subnets};
 use serde_json::Value;
 use tokio::sync::watch;
-
-use flannel_core::runtime::lock;
 
 use super::configs::Configs;
 use super::listing::as_stored;

@@ -4,9 +4,8 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use flannel_core::backoff::Backoff;
-use flannel_core::{Config, Error, Result};
-
 use flannel_core::runtime::lock;
+use flannel_core::{Config, Error, Result};
 
 use crate::registry::{ConfigText, Registry};
 

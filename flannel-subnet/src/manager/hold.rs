@@ -8,6 +8,7 @@ use std::time::Duration;
 use flannel_core::backoff::Backoff;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::runtime::{lock, or_never};
 use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
@@ -16,7 +17,6 @@ use super::LocalManager;
 use super::holding::{HeldLease, LeaseTerm, State};
 use super::listing::as_stored;
 use crate::registry::{Entry, Registry, Skipped};
-use flannel_core::runtime::{lock, or_never};
 
 /// A difference between our key in the view and the held lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,12 +13,12 @@ use std::time::{Duration, SystemTime};
 
 use flannel_core::Subnets;
 use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::runtime::{Task, or_never};
 use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use tokio::sync::watch;
 
 use crate::clock::Clock;
 use crate::files::cache::SavedEnd;
-use flannel_core::runtime::{Task, or_never};
 
 /// The drift between two clocks is at most one part in this many: the kernel slews a clock by up to
 /// 500 ppm.

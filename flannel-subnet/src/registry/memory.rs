@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::runtime::{lock, or_never};
 use flannel_core::{Error, Result, Subnets};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
@@ -18,7 +19,6 @@ use tokio::time::{Instant, sleep_until};
 use super::{
     Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch, config_conflict,
 };
-use flannel_core::runtime::{lock, or_never};
 use state::State;
 
 /// A registry in memory. Clones share the registry. Its time is tokio's, which a test can pause, so

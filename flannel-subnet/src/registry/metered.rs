@@ -7,10 +7,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::runtime::lock;
 use flannel_core::subnet::StoreStatus;
 use flannel_core::{Error, Result, Subnets};
-
-use flannel_core::runtime::lock;
 
 use super::skipped::SkippedKeys;
 use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};

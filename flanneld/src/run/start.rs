@@ -260,7 +260,8 @@ impl<'a> Starter<'a> {
                 return Box::pin(self.start()).await;
             }
             Err(error) => {
-                // No lease for either config: the next attempt begins with that of the store.
+                // Neither config gets a lease: the next attempt begins with the config of the
+                // store.
                 if last.is_none() && refused.is_some() {
                     self.refusals.set(None);
                 }

@@ -9,9 +9,8 @@ use std::time::{Duration, SystemTime};
 
 use flannel_core::backoff::Backoff;
 use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
-use flannel_core::{Error, Result, Subnets};
-
 use flannel_core::runtime::lock;
+use flannel_core::{Error, Result, Subnets};
 
 use super::Shared;
 use super::file::{self, LeaseFile, OF_TOO_LARGE};
