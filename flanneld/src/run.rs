@@ -2,18 +2,13 @@
 //!
 //! **Source**: flannel `main.go`, for the order.
 
-mod changed_config;
+mod backends;
 mod config_validator;
-mod firewall;
-mod leftovers;
-mod moving;
+mod controllers;
 mod network;
-mod plain_routes;
-mod probation;
 mod proven;
 mod refusals;
 mod start;
-mod status_log;
 mod trial;
 mod uplink;
 
@@ -34,7 +29,8 @@ use crate::control::Servers;
 use crate::error::Error;
 use crate::observe::Observer;
 use crate::store::{self, readiness};
-use leftovers::go_flannel::GoFlannel;
+use controllers::leftovers::go_flannel::GoFlannel;
+use network::DaemonContext;
 use start::Starter;
 
 /// Runs the daemon: see [`Daemon::run`](crate::Daemon::run).
@@ -82,7 +78,9 @@ async fn follow_store(
     let mut ready = Box::pin(starter.next(None, observer)).await?;
     loop {
         starter.started(&ready);
-        ready = network::run(settings, subnets, ready, (&starter, go_flannel), observer).await?;
+        let starter = &starter;
+        let daemon = DaemonContext { settings, subnets, starter, go_flannel, observer };
+        ready = network::run(daemon, ready).await?;
     }
 }
 

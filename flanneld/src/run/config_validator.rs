@@ -57,7 +57,7 @@ impl ConfigValidator {
         }
     }
 
-    /// The same for a running network with this interface and these leases.
+    /// A validator for a running network with this interface and these leases.
     pub(crate) fn using(self, iface: &ExternalInterface, views: watch::Receiver<View>) -> Self {
         Self { used: Some(iface.clone()), first: false, views, ..self }
     }
@@ -85,7 +85,7 @@ impl ConfigValidator {
             refuse_implicit_udp(self.views.clone()).await?;
         }
         let datapath = backend.datapath(config)?;
-        self.firewall.validate((config, &datapath), used, self.first).await?;
+        self.firewall.validate(config, &datapath, used, self.first).await?;
         Ok(chosen)
     }
 

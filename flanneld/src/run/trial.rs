@@ -25,7 +25,7 @@ use flannel_options::FileSecrets;
 use libc::{EADDRINUSE, EEXIST};
 use tokio::sync::watch;
 
-use super::leftovers::log_removal;
+use super::controllers::leftovers::log_removal;
 use crate::error::Error;
 
 /// The name of a device that exists only during a trial.

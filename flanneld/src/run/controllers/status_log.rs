@@ -2,17 +2,19 @@
 //! and one line with the number of the others.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::Subnets;
 use flannel_core::object::ObjectKind;
+use flannel_core::runtime::or_never;
 use flannel_core::status::{Damage, Failure, Rejection, Repair, Status};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tracing::field::display;
 use tracing::{info, warn};
+
+use super::Ended;
 
 /// The window in which at most [`LINES`] changes of a kind have a line each. While that is too few,
 /// each window is six times as long as the last one, up to [`LONGEST`].
@@ -24,23 +26,24 @@ const LINES: usize = 5;
 const SYNC_GAP: Duration = Duration::from_secs(1);
 
 /// Logs syncs, refusals of the kernel, rejected leases, advisories and repairs.
-pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infallible {
-    let mut log = StatusLog::default();
-    loop {
-        let now = Arc::clone(&status.borrow_and_update());
-        for line in log.lines(&now, Instant::now()) {
-            line.log();
-        }
-        let later = async {
-            match log.next() {
-                Some(later) => sleep_until(later).await,
-                None => std::future::pending().await,
+pub(crate) struct StatusLogController {
+    pub(crate) status: watch::Receiver<Arc<Status>>,
+}
+
+impl StatusLogController {
+    /// Runs until it is dropped.
+    pub(crate) async fn run(mut self) -> Ended {
+        let mut log = StatusLog::default();
+        loop {
+            let now = Arc::clone(&self.status.borrow_and_update());
+            for line in log.lines(&now, Instant::now()) {
+                line.log();
             }
-        };
-        tokio::select! {
-            // If the network has stopped, its own future reports that.
-            Ok(()) = status.changed() => {}
-            () = later => {}
+            tokio::select! {
+                // If the network has stopped, its own controller reports that.
+                Ok(()) = self.status.changed() => {}
+                () = or_never(log.next().map(sleep_until)) => {}
+            }
         }
     }
 }

@@ -80,7 +80,8 @@ impl GoFlannel {
     pub(crate) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,
-        (footprint, config): (Footprint, &Config),
+        footprint: Footprint,
+        config: &Config,
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
         let lens = config.networks.map(|_, network| network.subnet_len);
@@ -176,7 +177,8 @@ mod tests {
             {
                 let clear = go_flannel.clear(
                     Arc::new(kernel.clone()),
-                    (footprint.clone(), &config),
+                    footprint.clone(),
+                    &config,
                     status,
                 );
                 let mut clear = std::pin::pin!(clear);
