@@ -17,7 +17,7 @@ use flannel_udp::{DataPlane, Options, Peers, Prefix, Request, Status};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::NAME;
-use crate::traffic::{counted, traffic};
+use crate::traffic::{counted, traffic, unread};
 
 /// The text of a record before the address.
 const TO: &str = "to ";
@@ -159,13 +159,15 @@ impl Annex for Table {
     }
 
     fn traffic(&self) -> Option<Traffic> {
-        let counts = self.plane.counts()?;
-        let mut drops = lock(&self.drops);
-        traffic(&counts, &mut drops, Instant::now())
+        match self.plane.counts() {
+            Ok(counts) => traffic(&counts?, &mut lock(&self.drops), Instant::now()),
+            Err(error) => Some(unread(&error)),
+        }
     }
 
     fn refused(&self) -> Option<Refused> {
-        counted(&self.plane.counts()?)
+        // `traffic` reports an error.
+        counted(&self.plane.counts().unwrap_or_default()?)
     }
 
     /// Changes end before [`Annex::apply`] returns.
@@ -195,6 +197,24 @@ mod tests {
 
     fn subnet(n: u8) -> Subnet {
         format!("10.1.{n}.0/24").parse().unwrap()
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_asked_for_its_counts_is_a_problem() {
+        use std::io::{BufRead, BufReader, Write};
+
+        let dir = tempfile::tempdir().unwrap();
+        let table = Table::new(dir.path().to_owned());
+        assert_eq!(table.traffic(), None, "there is no process");
+        let listener = std::os::unix::net::UnixListener::bind(dir.path().join("socket")).unwrap();
+        let process = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            BufReader::new(stream.try_clone().unwrap()).read_line(&mut String::new()).unwrap();
+            stream.write_all(b"no answer of a data plane\n").unwrap();
+        });
+        let problems = table.traffic().unwrap().problems;
+        process.join().unwrap();
+        assert!(problems[0].0.starts_with("the counts of the data plane cannot be read: "));
     }
 
     #[test]

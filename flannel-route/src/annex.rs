@@ -30,7 +30,7 @@
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,7 @@ use flannel_core::kernel::{
     Annex, Changes, Footprint, Invalidation, KernelError, NexthopIds, RouteAnswer,
 };
 use flannel_core::object::{Change, Link, Object, State};
+use flannel_core::runtime::lock;
 use libc::EIO;
 
 /// A kernel with annexes. Records go to their annexes, all other objects to the kernel.
@@ -48,6 +49,8 @@ pub struct WithAnnexes {
     kernel: Arc<dyn Kernel>,
     annexes: Vec<Arc<dyn Annex>>,
     waits: bool,
+    /// The errors that the log has, by annex. They go when the annex works again.
+    logged: Mutex<BTreeMap<&'static str, String>>,
 }
 
 impl WithAnnexes {
@@ -56,7 +59,8 @@ impl WithAnnexes {
 
     /// `kernel` with the [annexes](flannel_core::Backend::annexes) of backends.
     pub fn new(kernel: Arc<dyn Kernel>, annexes: impl IntoIterator<Item = Arc<dyn Annex>>) -> Self {
-        Self { kernel, annexes: annexes.into_iter().collect(), waits: false }
+        let annexes = annexes.into_iter().collect();
+        Self { kernel, annexes, waits: false, logged: Mutex::default() }
     }
 
     /// Makes [`Kernel::apply`] wait for the end of changes that an annex only started. This is for
@@ -65,6 +69,20 @@ impl WithAnnexes {
     #[must_use]
     pub fn waiting(self) -> Self {
         Self { waits: true, ..self }
+    }
+
+    /// Logs that an annex cannot be read, unless the log has this error already.
+    fn log_unread(&self, annex: &dyn Annex, error: &KernelError) {
+        let text = error.to_string();
+        let mut logged = lock(&self.logged);
+        if logged.get(annex.name()) != Some(&text) {
+            let annex = annex.name();
+            tracing::warn!(
+                annex, %error,
+                "the records of an annex cannot be read: all are put again"
+            );
+            logged.insert(annex, text);
+        }
     }
 
     fn annex_of(&self, change: &Change) -> Option<&dyn Annex> {
@@ -78,11 +96,14 @@ impl Kernel for WithAnnexes {
         let mut state = self.kernel.snapshot(footprint)?;
         for annex in self.annexes.iter().filter(|a| footprint.annexes.contains(a.name())) {
             match annex.records() {
-                Ok(records) => state.extend(records),
+                Ok(records) => {
+                    lock(&self.logged).remove(annex.name());
+                    state.extend(records);
+                }
                 // A program that ends afterwards must not take them for removed.
                 Err(error) if self.waits => return Err(error),
-                // They are put again, and the annex then returns the error.
-                Err(_) => {}
+                // They are put again, which does not delay the repair of other objects.
+                Err(error) => self.log_unread(&**annex, &error),
             }
         }
         Ok(state)
@@ -133,38 +154,70 @@ impl Kernel for WithAnnexes {
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         // Events of annexes are rare and come first, so that events of the kernel do not delay
         // them. An annex that cannot listen does not affect the events of the kernel.
-        let annexes = self.annexes.iter().filter_map(|annex| annex.changes().ok());
-        let mut streams: Vec<_> = annexes.collect();
-        streams.push(self.kernel.changes()?);
-        Ok(Box::new(Merged { streams }))
+        let mut annexes = Vec::new();
+        for annex in &self.annexes {
+            match annex.changes() {
+                Ok(events) => annexes.push(AnnexEvents { annex: annex.name(), events }),
+                Err(error) => log_deaf(annex.name(), &error),
+            }
+        }
+        Ok(Box::new(Merged { annexes, kernel: self.kernel.changes()? }))
     }
 }
 
+/// The events of the annexes and of the kernel.
 struct Merged {
-    streams: Vec<Box<dyn Changes>>,
+    annexes: Vec<AnnexEvents>,
+    kernel: Box<dyn Changes>,
+}
+
+struct AnnexEvents {
+    annex: &'static str,
+    events: Box<dyn Changes>,
+}
+
+/// An event, and its source: the place of an annex, or `None` for the kernel.
+struct Event {
+    source: Option<usize>,
+    event: Result<Invalidation, KernelError>,
+}
+
+impl Merged {
+    /// Waits for the next event of any source.
+    async fn next_event(&mut self) -> Event {
+        let annexes = self.annexes.iter_mut().map(|annex| annex.events.next());
+        let annexes = annexes.enumerate().map(|(place, event)| (Some(place), event));
+        let kernel = std::iter::once((None, self.kernel.next()));
+        let mut events: Vec<_> = annexes.chain(kernel).collect();
+        poll_fn(|context| {
+            for (source, event) in &mut events {
+                if let Poll::Ready(event) = event.as_mut().poll(context) {
+                    return Poll::Ready(Event { source: *source, event });
+                }
+            }
+            Poll::Pending
+        })
+        .await
+    }
 }
 
 #[async_trait]
 impl Changes for Merged {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
-        let mut events: Vec<_> = self.streams.iter_mut().map(|stream| stream.next()).collect();
-        let (n, event) = poll_fn(|context| {
-            let ready = events.iter_mut().enumerate().find_map(|(n, event)| {
-                match event.as_mut().poll(context) {
-                    Poll::Ready(event) => Some((n, event)),
-                    Poll::Pending => None,
-                }
-            });
-            ready.map_or(Poll::Pending, Poll::Ready)
-        })
-        .await;
-        drop(events);
-        // The last stream is the kernel's. After an annex has broken, a snapshot finds the changes
-        // that it does not report.
-        if event.is_err() && n + 1 < self.streams.len() {
-            drop(self.streams.remove(n));
+        let Event { source, event } = self.next_event().await;
+        // After an annex has broken, a snapshot finds the changes that it does not report.
+        if let (Some(place), Err(error)) = (source, &event) {
+            log_deaf(self.annexes.remove(place).annex, error);
             return Ok(Invalidation::Everything);
         }
         event
     }
+}
+
+/// Logs that an annex reports no changes.
+fn log_deaf(annex: &'static str, error: &KernelError) {
+    tracing::warn!(
+        annex, %error,
+        "an annex reports no changes by other programs: only the next complete comparison finds them"
+    );
 }

@@ -28,7 +28,7 @@ use crate::config::{DaemonConfig, NexthopObjects};
 use crate::control::Servers;
 use crate::error::Error;
 use crate::observe::Observer;
-use crate::store::{self, readiness};
+use crate::store::{self, LeaseOptions, readiness};
 use controllers::leftovers::go_flannel::GoFlannel;
 use network::DaemonContext;
 use start::Starter;
@@ -55,9 +55,12 @@ async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<In
         previous: previous_subnets(settings),
         local_addresses: addresses(&kernel, settings)?,
     };
-    let cache = state_dir::leases(&settings.state_dir);
-    let lease_options = (settings.renew_margin, cache, go_flannel.left_routes());
-    let subnets = store::open(&settings.store, identity, lease_options).await?;
+    let options = LeaseOptions {
+        renew_margin: settings.renew_margin,
+        cache: state_dir::leases(&settings.state_dir),
+        after_another_flannel: go_flannel.left_routes(),
+    };
+    let subnets = store::open(&settings.store, identity, options).await?;
     observer.opened(Arc::clone(&subnets));
     trial::clear(&kernel).await;
     let starter = Starter::new(settings, kernel, Arc::clone(&subnets), machine_id(holder));

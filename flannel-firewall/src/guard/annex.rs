@@ -214,14 +214,20 @@ impl Guard {
         Ok(())
     }
 
-    /// The packets that the table refused.
+    /// The packets that the table refused; `None` without a table.
     fn counted(&self, kernel: &mut Kernel) -> Option<Refused> {
         let sources = kernel.frame.clone()?;
-        let end = sources.ends.values().next()?;
-        let counters = self.table().counters(kernel.socket().ok()?).ok()?;
-        let drops = end.drops;
-        let packets = kernel.counts.note(drops, sources.refused(&counters));
-        Some(Refused { drops, packets, problems: Vec::new() })
+        let drops = sources.ends.values().next()?.drops;
+        let counters = kernel.socket().and_then(|socket| self.table().counters(socket));
+        match counters {
+            Ok(counters) => {
+                let packets = kernel.counts.note(drops, sources.refused(&counters));
+                Some(Refused { drops, packets, problems: Vec::new() })
+            }
+            // Another program has deleted the table. It is put again.
+            Err(error) if is_missing(&error) => None,
+            Err(error) => Some(unread(drops, &error)),
+        }
     }
 
     /// Adds what is wrong.
@@ -232,8 +238,9 @@ impl Guard {
             let command = "modprobe -a nf_tables nft_fib_inet; systemctl restart flanneld # or do \
                            not check them: flannelctl config patch '{\"Backend\": \
                            {\"SourceCheck\": false}}'";
-            let problems = vec![(text, command.to_owned())];
-            return Some(Refused { problems, ..counted.unwrap_or_default() });
+            let mut counted = counted.unwrap_or_default();
+            counted.problems.insert(0, (text, command.to_owned()));
+            return Some(counted);
         }
         let mut counted = counted?;
         let verb = if counted.drops { "dropped" } else { "counted (\"SourceCheck\": \"count\")" };
@@ -245,6 +252,13 @@ impl Guard {
         }
         Some(counted)
     }
+}
+
+/// The refused packets of a table whose counters cannot be read.
+fn unread(drops: bool, error: &KernelError) -> Refused {
+    let text = format!("the packets that the guard of the tunnel refuses cannot be read: {error}");
+    let command = "nft list ruleset # can the rules be read?";
+    Refused { drops, problems: vec![(text, command.to_owned())], ..Refused::default() }
 }
 
 /// What is wrong if packets are refused for this reason, and what helps.
@@ -483,6 +497,16 @@ mod tests {
         assert!(problems[0].0.ends_with("taken from every host: no nf_tables"), "{problems:?}");
         guard.note_unable(None);
         assert_eq!(guard.explain(None, Instant::now()), None);
+    }
+
+    #[test]
+    fn counters_that_cannot_be_read_are_a_problem() {
+        let guard = Guard::new("guard-test");
+        let unread = || Some(unread(true, &KernelError::explained(EBUSY, "the table is busy")));
+        let problems = guard.explain(unread(), Instant::now()).unwrap().problems;
+        assert!(problems[0].0.contains("cannot be read: the table is busy"), "{problems:?}");
+        guard.note_unable(Some("no nf_tables".into()));
+        assert_eq!(guard.explain(unread(), Instant::now()).unwrap().problems.len(), 2);
     }
 
     #[test]

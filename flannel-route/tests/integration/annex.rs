@@ -17,7 +17,7 @@ use flannel_core::{Backend, Config, Kernel, Result, SubnetManager};
 use flannel_route::annex::WithAnnexes;
 use flannel_route::{Host, JoinOptions, cleanup};
 use libc::EIO;
-use test_support::eventually;
+use test_support::{Logged, eventually};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -263,6 +263,34 @@ impl Drop for World {
 }
 
 const RECORD: &str = "record ledger 10.1.7.0/24 192.0.2.7 (secret)";
+
+/// The log has each error once, until the annex works again.
+#[tokio::test]
+async fn an_annex_that_cannot_be_read_or_watched_is_logged() {
+    let (logged, _guard) = Logged::collect();
+    let ledger = Ledger::default();
+    let annex: Arc<dyn Annex> = Arc::new(ledger.clone());
+    let kernel = WithAnnexes::new(Arc::new(FakeKernel::with_uplink("eth0")), [annex]);
+    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
+    let set_broken = |is_broken| ledger.0.lock().unwrap().is_broken = is_broken;
+    for _ in 0..2 {
+        set_broken(true);
+        for _ in 0..3 {
+            kernel.snapshot(&footprint).unwrap();
+        }
+        set_broken(false);
+        kernel.snapshot(&footprint).unwrap();
+    }
+    assert_eq!(logged.count("the records of an annex cannot be read"), 2);
+    set_broken(true);
+    drop(kernel.changes().unwrap());
+    assert_eq!(logged.count("an annex reports no changes"), 1);
+    set_broken(false);
+    let mut changes = kernel.changes().unwrap();
+    ledger.0.lock().unwrap().listener = None;
+    assert_eq!(changes.next().await.unwrap(), Invalidation::Everything);
+    assert_eq!(logged.count("an annex reports no changes"), 2);
+}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_started_change_is_pending_until_its_end_and_is_tried_again_after_a_failure() {

@@ -42,7 +42,8 @@ impl ConfigValidator {
         views: watch::Receiver<View>,
         used: Option<ExternalInterface>,
     ) -> Self {
-        let (prescribed, given) = (hints.public, config.interface.public);
+        let prescribed = hints.public;
+        let given = config.interface.public;
         let public = Dual::from_fn(|family| prescribed[family].or(given[family]));
         let selectors = Selectors { public, ..config.interface.clone() };
         Self {

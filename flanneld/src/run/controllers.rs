@@ -164,7 +164,8 @@ mod tests {
         let polls = Mutex::new(Cell::new(0));
         let mut controllers = Controllers::default();
         for n in 0..3 {
-            let (begun, polls) = (&begun, &polls);
+            let begun = &begun;
+            let polls = &polls;
             controllers.add(poll_fn(move |context| {
                 begun.lock().unwrap().push(n);
                 let polls = polls.lock().unwrap();

@@ -2,10 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use libc::{ENETDOWN, ENODEV, ENOENT};
 use tokio::sync::mpsc;
 
+use super::delivery::Delivery;
 use super::rules::rules;
 use super::{Call, Operation};
 use crate::address::Subnet;
@@ -54,6 +56,7 @@ pub(super) struct Fault {
 pub(super) struct Listener {
     pub(super) port: u32,
     pub(super) sender: mpsc::UnboundedSender<Invalidation>,
+    pub(super) delivery: Arc<Delivery>,
 }
 
 impl Tables {
@@ -78,7 +81,11 @@ impl Tables {
     /// Notifies all listeners except for the writer. Writer 0 is no listener: all are notified.
     pub(super) fn publish(&mut self, writer: u32, invalidation: &Invalidation) {
         self.listeners.retain(|listener| {
-            listener.port == writer || listener.sender.send(invalidation.clone()).is_ok()
+            if listener.port == writer {
+                return true;
+            }
+            listener.delivery.send();
+            listener.sender.send(invalidation.clone()).is_ok()
         });
     }
 

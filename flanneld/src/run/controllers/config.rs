@@ -279,7 +279,8 @@ mod tests {
             // Before it is validated again.
             () = sleep(SECOND_THOUGHT / 2) => (),
         }
-        let (requests, mut news) = (fixture.requests(), fixture.observer.changes());
+        let requests = fixture.requests();
+        let mut news = fixture.observer.changes();
         assert_eq!(fixture.validations.get(), 1);
         tokio::select! {
             ended = &mut running => panic!("{ended:?}"),

@@ -25,7 +25,7 @@ use super::Ended;
 /// The pause between two reads of the devices.
 const PAUSE: Duration = Duration::from_secs(1);
 /// A packet is sent at one read of so many. The kernel repeats a handshake every five seconds.
-const KNOCKS: u32 = 5;
+const READS_PER_PACKET: u32 = 5;
 /// The port of the protocol discard.
 const DISCARD: u16 = 9;
 
@@ -56,9 +56,9 @@ impl<R: ReadTunnel> HandshakeController<R> {
         while !self.devices.is_empty() {
             let read = Arc::clone(&read);
             let devices = self.devices.clone();
-            let knocks = reads.is_multiple_of(KNOCKS);
+            let sends = reads.is_multiple_of(READS_PER_PACKET);
             reads = reads.wrapping_add(1);
-            match blocking(move || read_tunnels(&*read, &devices, knocks)).await {
+            match blocking(move || read_tunnels(&*read, &devices, sends)).await {
                 Ok(found) => {
                     self.open.send_if_modified(|old| {
                         let changed = **old != found.open;
@@ -80,14 +80,14 @@ impl<R: ReadTunnel> HandshakeController<R> {
     }
 }
 
-/// Returns the tunnels to peers. With `knocks` it begins the handshakes of those that wait.
+/// Returns the tunnels to peers. With `sends` it begins the handshakes of those that wait.
 ///
 /// # Errors
 /// A device cannot be read.
 fn read_tunnels(
     read: &impl ReadTunnel,
     devices: &BTreeSet<LinkName>,
-    knocks: bool,
+    sends: bool,
 ) -> Result<Tunnels, (LinkName, KernelError)> {
     let mut found = Tunnels::default();
     for link in devices {
@@ -97,9 +97,9 @@ fn read_tunnels(
                 continue;
             }
             found.waiting.extend(session.allowed.values());
-            if knocks
+            if sends
                 && let Some(subnet) = session.allowed.values().next()
-                && let Err(error) = knock(*link, subnet.base())
+                && let Err(error) = begin_handshake(*link, subnet.base())
             {
                 // The device has no address yet, or the peer is gone.
                 tracing::debug!(%link, to = %subnet, %error, "no packet for a handshake is sent");
@@ -109,8 +109,9 @@ fn read_tunnels(
     Ok(found)
 }
 
-/// Sends a packet by this device, whatever the routes to its destination are.
-fn knock(link: LinkName, to: IpAddr) -> io::Result<()> {
+/// Sends a packet by this device, whatever the routes to its destination are. The kernel then begins
+/// a handshake.
+fn begin_handshake(link: LinkName, to: IpAddr) -> io::Result<()> {
     let any = flannel_core::address::Family::of(to).unspecified();
     let socket = UdpSocket::bind((any, 0))?;
     socket.set_nonblocking(true)?;

@@ -132,13 +132,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_refused_choice_is_logged_and_validated_again_until_it_fits() {
         let (interface, states) = watch::channel(InterfaceState::Kept);
-        let (observer, validations) = (Observer::default(), Cell::new(0));
+        let observer = Observer::default();
+        let validations = Cell::new(0);
         let obstacle = RefCell::new(Some("too small".to_owned()));
         let store_is_away = Cell::new(false);
         let validate = async || {
             validations.set(validations.get() + 1);
             if store_is_away.get() {
-                let (store, source) = ("etcd".into(), "no route".into());
+                let store = "etcd".into();
+                let source = "no route".into();
                 return Err(flannel_core::Error::Store { store, source }.into());
             }
             let name = "eth0".parse().unwrap();

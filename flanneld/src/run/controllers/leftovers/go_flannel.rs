@@ -42,7 +42,8 @@ impl GoFlannel {
     /// # Errors
     /// The record cannot be read.
     pub(crate) fn find(subnet_file: &Path, state_dir: &Path) -> Result<Self, Error> {
-        let (subnet_file, record) = (subnet_file.to_owned(), state_dir.join("subnet-file"));
+        let subnet_file = subnet_file.to_owned();
+        let record = state_dir.join("subnet-file");
         let there = identity(&subnet_file);
         let ours = match state_dir::read(&record) {
             Ok(text) => text,
@@ -121,7 +122,10 @@ fn remove(kernel: &dyn Kernel, footprint: &Footprint, lens: Dual<u8>, status: &S
 /// content. `None` if there is no file.
 fn identity(path: &Path) -> Option<String> {
     let file = fs::metadata(path).ok()?;
-    let (inode, device, seconds, nanos) = (file.ino(), file.dev(), file.mtime(), file.mtime_nsec());
+    let inode = file.ino();
+    let device = file.dev();
+    let seconds = file.mtime();
+    let nanos = file.mtime_nsec();
     Some(format!("{} {device} {inode} {seconds}.{nanos:09}\n", path.display()))
 }
 
@@ -136,7 +140,8 @@ mod tests {
     #[test]
     fn only_a_subnet_file_of_another_program_leads_to_a_removal_of_routes() {
         let dir = tempfile::tempdir().unwrap();
-        let (file, state) = (dir.path().join("subnet.env"), dir.path());
+        let file = dir.path().join("subnet.env");
+        let state = dir.path();
         let find = || GoFlannel::find(&file, state).unwrap();
         let first = find();
         assert!(!first.left_routes(), "there is no file");
@@ -161,7 +166,8 @@ mod tests {
         let config =
             Config::parse(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#).unwrap();
         let eth0 = "eth0".parse().unwrap();
-        let (networks, routes_on) = (config.pod_networks().collect(), [eth0].into());
+        let networks = config.pod_networks().collect();
+        let routes_on = [eth0].into();
         let footprint = Footprint { networks, routes_on, ..Footprint::default() };
         let kernel = FakeKernel::with_uplink("eth0");
         let via = Via::Gateway { gateway: [192, 0, 2, 66].into(), link: eth0, onlink: false };
@@ -175,18 +181,15 @@ mod tests {
             let (sender, status) = watch::channel(Arc::new(Status::default()));
             let there = || !kernel.dump().is_empty();
             {
-                let clear = go_flannel.clear(
-                    Arc::new(kernel.clone()),
-                    footprint.clone(),
-                    &config,
-                    status,
-                );
+                let clear =
+                    go_flannel.clear(Arc::new(kernel.clone()), footprint.clone(), &config, status);
                 let mut clear = std::pin::pin!(clear);
                 let quiet = async { tokio::task::yield_now().await };
                 tokio::select! { biased; _ = &mut clear => unreachable!(), () = quiet => {} }
                 assert!(kernel.take_calls().is_empty() && there(), "not settled yet");
                 let mut settled = Status::default();
-                (settled.live, settled.settled) = (true, true);
+                settled.live = true;
+                settled.settled = true;
                 sender.send_replace(Arc::new(settled));
                 let mut calls = 0;
                 let done = async {
