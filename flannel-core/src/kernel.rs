@@ -2,7 +2,9 @@
 
 mod annex;
 mod changed_by;
+mod error;
 mod nexthops;
+mod outcome;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,7 +14,9 @@ use async_trait::async_trait;
 
 pub use self::annex::{Annex, LongDrops, Refused, Traffic};
 pub use self::changed_by::{ChangedBy, ProcessNames};
+pub use self::error::KernelError;
 pub use self::nexthops::{NexthopBlock, NexthopIds};
+pub use self::outcome::Outcome;
 use crate::address::{Dual, Subnet};
 use crate::config::Config;
 use crate::object::{Addr, Change, Key, Link, LinkName, Object, Route, State, Via};
@@ -155,71 +159,6 @@ impl Footprint {
     }
 }
 
-/// An error of the kernel.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KernelError {
-    /// The errno, positive; 0: the detail says all.
-    pub errno: i32,
-    /// The explanation of the kernel (netlink "extended ack") or of the implementation, if any.
-    pub detail: Option<String>,
-}
-
-impl KernelError {
-    /// An errno without explanation.
-    pub const fn new(errno: i32) -> Self {
-        Self { errno, detail: None }
-    }
-
-    /// An errno with an explanation.
-    pub fn explained(errno: i32, detail: impl Into<String>) -> Self {
-        Self { errno, detail: Some(detail.into()) }
-    }
-
-    /// The answer to a change that was only started (`EINPROGRESS`): of an [`Annex`], or to the put
-    /// of a device that another program makes.
-    pub const fn started() -> Self {
-        Self::new(115)
-    }
-
-    /// The answer of [`Annex::wait`] if a change has not ended in time (`ETIMEDOUT`).
-    pub const fn timed_out() -> Self {
-        Self::new(110)
-    }
-
-    /// Whether this is not a failure: the change was only started.
-    pub fn is_started(&self) -> bool {
-        self.errno == Self::started().errno
-    }
-
-    /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: no such object.
-    pub fn is_absent(&self) -> bool {
-        matches!(self.errno, 2 | 3 | 6 | 19 | 99)
-    }
-}
-
-impl fmt::Display for KernelError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let errno = std::io::Error::from_raw_os_error(self.errno);
-        match &self.detail {
-            Some(detail) if self.errno == 0 => f.write_str(detail),
-            Some(detail) => write!(f, "{detail}: {errno}"),
-            None => write!(f, "{errno}"),
-        }
-    }
-}
-
-impl std::error::Error for KernelError {}
-
-/// An error without errno becomes `EIO` with its text as the detail.
-impl From<std::io::Error> for KernelError {
-    fn from(error: std::io::Error) -> Self {
-        match error.raw_os_error() {
-            Some(errno) => Self::new(errno),
-            None => Self::explained(5, error.to_string()),
-        }
-    }
-}
-
 /// The kernel's route for a packet. `Default`: the packet is not sent.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -266,7 +205,7 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
 
     #[doc = include_str!("../docs/apply.md")]
-    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>>;
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome>;
 
     /// Checks that this process may change objects, and that the kernel has links of these kinds.
     /// Changes nothing. The default implementation succeeds.

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{
-    Changes, Footprint, KernelError, NexthopIds, ProcessNames, RouteAnswer,
+    Changes, Footprint, KernelError, NexthopIds, Outcome, ProcessNames, RouteAnswer,
 };
 use flannel_core::object::{Change, Link, State};
 use flannel_core::runtime::lock;
@@ -160,7 +160,7 @@ impl Kernel for NetlinkKernel {
         nexthop_users(&mut self.lock(), there)
     }
 
-    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         let mut socket = self.lock();
         Writer::new(&mut socket, &self.place, footprint, changes).apply()
     }

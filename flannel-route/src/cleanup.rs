@@ -8,8 +8,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::engine::BATCH;
+use crate::outcomes;
 use flannel_core::address::Dual;
-use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
+use flannel_core::kernel::{Footprint, KernelError, NexthopBlock, Outcome};
 use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
 use flannel_core::{Kernel, Subnet};
 use libc::{EBUSY, EINVAL};
@@ -256,8 +257,11 @@ impl Cleanup {
             if n > 0 {
                 std::thread::sleep(TURN);
             }
-            for (change, result) in batch.iter().cloned().zip(kernel.apply(footprint, batch)) {
-                match result {
+            let outcomes = outcomes::apply(kernel, footprint, batch);
+            for (change, outcome) in
+                batch.iter().cloned().zip(outcomes.into_iter().map(Outcome::into_result))
+            {
+                match outcome {
                     Ok(()) => self.done.push(change),
                     Err(error) => self.failed.push((change, error)),
                 }

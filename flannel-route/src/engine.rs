@@ -207,7 +207,7 @@ mod tests {
     use flannel_core::Subnet;
     use flannel_core::backend::Env;
     use flannel_core::kernel::{
-        Annex, ChangedBy, Changes, Invalidation, KernelError, KernelEvent, ROUTE_PROTOCOL,
+        Annex, ChangedBy, Changes, Invalidation, KernelError, KernelEvent, Outcome, ROUTE_PROTOCOL,
     };
     use flannel_core::lease::{LeaseAttrs, Offer, Revision};
     use flannel_core::object::{Change, LinkName, Record, Route, Via};
@@ -241,6 +241,11 @@ mod tests {
     }
 
     impl Notes {
+        fn put(&self, record: &Record) {
+            let changes = [Change::Put(record.clone().into())];
+            assert_eq!(self.apply(&changes), [Outcome::Done]);
+        }
+
         fn take_puts(&self) -> Vec<Key> {
             std::mem::take(&mut self.0.lock().unwrap().puts)
         }
@@ -255,7 +260,7 @@ mod tests {
             Ok(self.0.lock().unwrap().records.values().cloned().collect())
         }
 
-        fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        fn apply(&self, changes: &[Change]) -> Vec<Outcome> {
             let mut noted = self.0.lock().unwrap();
             let mut apply = |change: &Change| {
                 let key = change.object().key();
@@ -266,7 +271,7 @@ mod tests {
                     }
                     _ => drop(noted.records.remove(&key)),
                 }
-                Ok(())
+                Outcome::Done
             };
             changes.iter().map(&mut apply).collect()
         }
@@ -504,7 +509,7 @@ mod tests {
     #[test]
     fn what_refuses_others_stays_without_complete_leases() {
         let (mut world, end) = world_with_end();
-        world.notes.apply(&[Change::Put(end.clone().into())]);
+        world.notes.put(&end);
         world.notes.take_puts();
         world.leases.insert(lease(2, [198, 51, 100, 2]));
         world.view_from(Origin::Cached { written: None });
@@ -522,7 +527,7 @@ mod tests {
         let other_address = record("10.0.0.9/32".parse().unwrap()).put_last();
         for stale in [other_data, other_address] {
             let (mut world, end) = world_with_end();
-            world.notes.apply(&[Change::Put(stale.clone().into())]);
+            world.notes.put(&stale);
             world.notes.take_puts();
             world.leases.insert(lease(2, [198, 51, 100, 2]));
             world.view_from(Origin::Cached { written: None });
@@ -830,7 +835,7 @@ mod tests {
         world.settle_as_far_as(true);
         let status = world.engine.status();
         assert!(!status.in_sync && !status.settled, "{status:#?}");
-        assert_eq!(status.kernel_error.map(|error| error.errno), Some(105));
+        assert_eq!(status.kernel_error.and_then(|error| error.errno()), Some(105));
     }
 
     /// The route of the peer 3 is damaged, the peer 4 leaves, the peer 7 comes, and the kernel may

@@ -16,7 +16,7 @@ use self::tables::{Entry, Fault, Foreign, Listener, Tables};
 use crate::address::Subnet;
 use crate::kernel::{
     ChangedBy, Changes, Footprint, Invalidation, Kernel, KernelError, KernelEvent, NexthopIds,
-    ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
+    Outcome, ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
 };
 use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, Route, State, Via};
 use crate::runtime::lock;
@@ -343,14 +343,14 @@ impl Kernel for FakeKernel {
             .try_for_each(|link| tables.call(Operation::MayChange, Some(Key::Link(link.name))))
     }
 
-    fn apply(&self, _: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, _: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         let mut tables = self.lock();
         tables.largest_batch = tables.largest_batch.max(changes.len());
         let one = |change: &Change| match change {
             Change::Put(object) => tables.put(self.writer, object),
             Change::Delete(object) => match tables.delete(self.writer, object) {
-                Err(error) if error.is_absent() => Ok(()),
-                result => result,
+                Err(error) if error.is_absent() => Outcome::Done,
+                result => result.into(),
             },
         };
         changes.iter().map(one).collect()

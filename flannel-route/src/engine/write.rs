@@ -11,8 +11,8 @@ use super::{Actual, Cause, Engine};
 use crate::gated_kernel::{Closed, GatedKernel};
 use flannel_core::Subnet;
 use flannel_core::address::Family;
-use flannel_core::kernel::{KernelError, KernelEvent};
-use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
+use flannel_core::kernel::{KernelEvent, Outcome};
+use flannel_core::object::{Change, Key, Nexthop, Object, Route, Via};
 use flannel_core::status::Damage;
 
 /// The length of a round, besides its snapshot and its new peers. A repair, a view or a question
@@ -257,14 +257,14 @@ impl Engine {
     }
 
     fn apply(&mut self, kernel: &GatedKernel, changes: &[Change]) -> Result<(), Closed> {
-        let results = kernel.apply(&self.footprint, changes)?;
+        let outcomes = kernel.apply(&self.footprint, changes)?;
         let now = Instant::now();
-        for (change, result) in changes.iter().zip(results) {
-            // The result of an intermediate step is not the result of the desired object.
+        for (change, outcome) in changes.iter().zip(outcomes) {
+            // The outcome of an intermediate step is not the outcome of the desired object.
             let is_step =
                 |object: &Object| self.desired.object(&object.key()).as_ref() != Some(object);
             if !matches!(change, Change::Put(object) if is_step(object)) {
-                self.record(change, result, now, None);
+                self.record(change, outcome, now, None);
             }
         }
         Ok(())
@@ -280,22 +280,22 @@ impl Engine {
             Actual::Present(object) => Change::Delete(object.clone()),
             _ => Change::Put(self.desired.object(&key)?),
         };
-        let result = match (event, &change) {
-            (KernelEvent::Failed(_, error), _) => Err(error.clone()),
-            (KernelEvent::Present(object), Change::Put(want)) if object == want => Ok(()),
-            (KernelEvent::Deleted(_), Change::Delete(_)) => Ok(()),
+        let outcome = match (event, &change) {
+            (KernelEvent::Failed(_, error), _) => Outcome::Failed(error.clone()),
+            (KernelEvent::Present(object), Change::Put(want)) if object == want => Outcome::Done,
+            (KernelEvent::Deleted(_), Change::Delete(_)) => Outcome::Done,
             _ => return None,
         };
-        self.record(&change, result, Instant::now(), None);
+        self.record(&change, outcome, Instant::now(), None);
         Some(())
     }
 
-    /// Records the result of a change. `cause` is that of an object without a row. `None`: the
-    /// change went along with another one.
+    /// Records the outcome of a change. `cause` is the cause for an object without a row, or `None`
+    /// if the change went along with another one.
     pub(super) fn record(
         &mut self,
         change: &Change,
-        result: Result<(), KernelError>,
+        outcome: Outcome,
         now: Instant,
         cause: Option<Cause>,
     ) {
@@ -304,19 +304,23 @@ impl Engine {
         let (known, changed_by) =
             self.table.remove(&key).map(|row| (row.cause, row.changed_by)).unzip();
         let (cause, changed_by) = (known.or(cause), changed_by.flatten());
-        if let (Change::Delete(_), Ok(()), Key::Nexthop(id), Some(ids)) =
-            (change, &result, key, &mut self.desired.ids)
-        {
-            ids.release(id);
-        }
-        if let Err(error) = result {
-            let cause = cause.unwrap_or(Cause::Lease(None));
-            if error.is_started() && matches!(key.kind(), ObjectKind::Record | ObjectKind::Link) {
+        match outcome {
+            Outcome::Done => {}
+            Outcome::Started => {
+                let cause = cause.unwrap_or(Cause::Lease(None));
                 return self.table.hold(change, cause, changed_by, Progress::Started);
             }
-            self.stats.0.refused += 1;
-            let peer = self.desired.peer_of(&key);
-            return self.table.refuse(change, cause, changed_by, peer, error);
+            Outcome::Failed(error) => {
+                self.stats.0.refused += 1;
+                let cause = cause.unwrap_or(Cause::Lease(None));
+                let peer = self.desired.peer_of(&key);
+                return self.table.refuse(change, cause, changed_by, peer, error);
+            }
+        }
+        if let (Change::Delete(_), Key::Nexthop(id), Some(ids)) =
+            (change, key, &mut self.desired.ids)
+        {
+            ids.release(id);
         }
         self.table.failing.remove(&key);
         if matches!(change, Change::Delete(_)) && self.desired.last.contains(&key) {

@@ -131,7 +131,7 @@ impl Writer<'_> {
         sent: &[(usize, bool)],
         hidden: &mut Vec<HiddenRoute>,
     ) -> Result<(), KernelError> {
-        let exists = error.errno == EEXIST;
+        let exists = error.is(EEXIST);
         if !exists && !blocks_itself(route, &error) {
             return Err(error);
         }
@@ -157,8 +157,8 @@ impl Writer<'_> {
     /// route stays.
     pub(super) fn remove_hidden(&mut self, hidden: &[HiddenRoute]) {
         for HiddenRoute { hidden, last, route } in hidden {
-            if self.results[*last].is_ok() && hidden != route {
-                self.results[*last] = self.replace_hidden(hidden, route);
+            if self.outcomes[*last].is_done() && hidden != route {
+                self.outcomes[*last] = self.replace_hidden(hidden, route).into();
             }
         }
     }
@@ -204,12 +204,12 @@ impl Writer<'_> {
 /// gateway is inside the destination, the lookup finds the foreign route.
 fn blocks_itself(route: &Route, error: &KernelError) -> bool {
     let inside = matches!(route.via, Via::Gateway { gateway, .. } if route.dst.contains(gateway));
-    error.errno == EINVAL && route.dst.base().is_ipv6() && inside
+    error.is(EINVAL) && route.dst.base().is_ipv6() && inside
 }
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::kernel::Footprint;
+    use flannel_core::kernel::{Footprint, Outcome};
 
     use super::super::BATCH;
     use super::*;
@@ -236,8 +236,8 @@ mod tests {
             let routes: Vec<Change> = (0..BATCH).map(|n| route(n as u8, Via::Blackhole)).collect();
             let exchanges = |socket: &mut Socket, changes: &[Change]| {
                 let before = socket.exchanges;
-                let results = Writer::new(socket, &place, &footprint, changes).apply();
-                assert!(results.iter().all(Result::is_ok), "{results:?}");
+                let outcomes = Writer::new(socket, &place, &footprint, changes).apply();
+                assert!(outcomes.iter().all(Outcome::is_done), "{outcomes:?}");
                 socket.exchanges - before
             };
             assert_eq!(exchanges(&mut socket, &routes), 2, "no routes were read before");
