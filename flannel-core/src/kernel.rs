@@ -118,6 +118,21 @@ impl Footprint {
         self.nexthops.is_some_and(|block| block.contains(id))
     }
 
+    /// Whether this network may desire `object`: a snapshot shows it as owned after the network has
+    /// put it. `link` is the object's device, or the device of its nexthop object.
+    pub fn owns(&self, object: &Object, link: Option<LinkName>) -> bool {
+        match object {
+            Object::Link(link) => self.links.contains(&link.name),
+            Object::Addr(addr) => self.owns_addr(addr),
+            Object::Neigh(_) | Object::Fdb(_) | Object::Peer(_) => {
+                link.is_some_and(|link| self.owns_entry(link, true))
+            }
+            Object::Nexthop(nexthop) => self.owns_nexthop(nexthop.id, nexthop.link, ROUTE_PROTOCOL),
+            Object::Route(route) => self.owns_route(route, link, ROUTE_PROTOCOL),
+            Object::Record(record) => self.annexes.contains(record.annex),
+        }
+    }
+
     /// Whether a snapshot may show `object`, which another program has put, as owned. `protocol` is
     /// `None` if it is not known.
     pub fn may_own(&self, object: &Object, protocol: Option<u8>) -> bool {

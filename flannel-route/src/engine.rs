@@ -185,6 +185,11 @@ impl Engine {
         match (before, after) {
             (before, after) if before == after => {}
             (_, Some(_)) => self.table.insert(key, Row::new(Actual::Unknown, cause)),
+            // It was not put, so the object in the kernel is not ours.
+            (Some(before), None) if !self.owns(&before) => {
+                self.table.remove(&key);
+                self.table.failing.remove(&key);
+            }
             (Some(before), None) => {
                 // The kernel may hold the refused object in another form, which `before` is not.
                 if self.table.remove(&key).is_some_and(|row| row.is_refused()) {
@@ -210,7 +215,9 @@ mod tests {
         Annex, ChangedBy, Changes, Invalidation, KernelError, KernelEvent, Outcome, ROUTE_PROTOCOL,
     };
     use flannel_core::lease::{LeaseAttrs, Offer, Revision};
-    use flannel_core::object::{Change, LinkName, Record, Route, Via};
+    use flannel_core::object::{
+        Addr, Change, Ipip, Link, LinkKind, LinkName, Neigh, Nexthop, Record, Route, Via,
+    };
     use flannel_core::status::{Damage, ObjectState, Wait};
     use flannel_core::testing::{FakeKernel, Operation};
     use std::collections::BTreeMap;
@@ -540,6 +547,89 @@ mod tests {
             assert_eq!(world.notes.take_puts(), [Object::from(end).key()]);
             assert!(world.engine.status().in_sync, "{:?}", world.engine.status());
         }
+    }
+
+    /// A neighbour on the uplink, which is not a device of the network.
+    fn neighbour_on_uplink(subnet: Subnet) -> Neigh {
+        Neigh { link: uplink(), address: subnet.base(), mac: "02:00:00:00:00:07".parse().unwrap() }
+    }
+
+    #[test]
+    fn an_object_that_the_footprint_does_not_own_fails_and_is_not_put() {
+        let base = [
+            Addr { link: uplink(), address: [192, 0, 2, 1].into(), len: 32 }.into(),
+            by_gateway(200, [192, 0, 2, 7].into()).into(),
+            Route { dst: "10.9.0.0/24".parse().unwrap(), via: Via::Link(uplink()), mtu: None }
+                .into(),
+            Route { dst: dst(201), via: Via::Blackhole, mtu: None }.into(),
+            Nexthop { id: 7, link: uplink(), gateway: [192, 0, 2, 7].into(), onlink: false }.into(),
+            Object::from(Record::new("other", dst(1), "a record")),
+        ];
+        let refused =
+            ["address 192.0.2.1/32", "route 10.9.", "route blackhole", "nexthop id 7", "record"];
+        for peers in [3, SLICE as u8 + 9] {
+            let network = "10.1.0.0/16".parse().unwrap();
+            let more = |subnet| Some(neighbour_on_uplink(subnet).into());
+            let mut world = World::with(network, base.iter().cloned().collect(), more);
+            (2..2 + peers).for_each(|n| world.leases.insert(lease(n, [198, 51, 100, n])));
+            world.view();
+            world.settle();
+            let status = world.engine.status();
+            assert!(!status.in_sync && status.settled, "{status:#?}");
+            assert_eq!(status.failing.len(), refused.len() + usize::from(peers));
+            for (key, failure) in status.failing.iter() {
+                let object = failure.change.strip_prefix("put ").unwrap();
+                let text = format!("the network's footprint does not own {object}");
+                assert_eq!(failure.error.to_string(), text, "{key:?}");
+                let is_expected = refused.iter().any(|refused| object.starts_with(refused));
+                assert!(is_expected || object.starts_with("neigh "), "{object}");
+            }
+            let there = world.kernel.state();
+            assert!(there.get(&Key::Route(dst(200))).is_some(), "it is inside the pod network");
+            assert!(there.iter().all(|object| status.failing.get(&object.key()).is_none()));
+        }
+    }
+
+    /// It was not put, so the one in the kernel is another program's.
+    #[test]
+    fn an_object_that_the_footprint_does_not_own_is_not_deleted() {
+        let network = "10.1.0.0/16".parse().unwrap();
+        let more = |subnet| Some(neighbour_on_uplink(subnet).into());
+        for is_tried in [true, false] {
+            let mut world = World::with(network, State::default(), more);
+            let theirs = Object::from(neighbour_on_uplink(dst(3)));
+            world.kernel.foreign_put(theirs.clone(), ROUTE_PROTOCOL);
+            world.put(3, [198, 51, 100, 3]);
+            if is_tried {
+                world.settle();
+            }
+            world.leases = LeaseSet::default();
+            world.view();
+            world.settle();
+            assert_eq!(world.kernel.state().get(&theirs.key()), Some(&theirs));
+            let status = world.engine.status();
+            assert!(status.in_sync && status.failing.is_empty(), "{status:#?}");
+        }
+    }
+
+    #[test]
+    fn a_link_that_the_footprint_does_not_own_fails_once() {
+        let network = "10.1.0.0/16".parse().unwrap();
+        let device = |name: &str| {
+            let kind = LinkKind::Ipip(Ipip { local: [192, 0, 2, 1].into() });
+            Object::from(Link { name: name.parse().unwrap(), mtu: 1480, up: true, kind })
+        };
+        let base = ["flannel.1", "flannel.2"].into_iter().map(device).collect();
+        let mut world = World::with(network, base, |_| None);
+        world.put(3, [198, 51, 100, 3]);
+        world.settle();
+        let status = world.engine.status();
+        let failing: Vec<String> =
+            status.failing.iter().map(|(_, failure)| failure.error.to_string()).collect();
+        let [text] = &failing[..] else { panic!("{failing:?}") };
+        assert!(text.starts_with("the network's footprint does not own link flannel.2"), "{text}");
+        assert!(world.kernel.state().get(&Key::Link("flannel.1".parse().unwrap())).is_some());
+        assert!(world.route(3).is_some());
     }
 
     #[test]

@@ -23,6 +23,9 @@ pub enum KernelError {
     /// A change has not ended in time ([`Annex::wait`](super::Annex::wait)). It is shown as
     /// `ETIMEDOUT`.
     TimedOut,
+    /// The network's [footprint](super::Footprint) does not own this object, so the route engine
+    /// did not put it. The text is the object.
+    NotOwned(String),
     /// Another cause, which has no error number. The text says all.
     Other(String),
 }
@@ -53,8 +56,9 @@ impl KernelError {
         match self {
             Self::Errno { errno, detail } => Self::explained(errno, explained(detail)),
             Self::Unreadable { detail } => Self::unreadable(explained(detail)),
-            Self::TimedOut => Self::Other(format!("{what}: {self}")),
-            Self::Other(text) => Self::Other(explained(Some(text))),
+            Self::TimedOut | Self::NotOwned(_) | Self::Other(_) => {
+                Self::Other(explained(Some(self.to_string())))
+            }
         }
     }
 
@@ -64,16 +68,16 @@ impl KernelError {
             Self::Errno { errno, .. } => Some(*errno),
             Self::Unreadable { .. } => Some(EBADMSG),
             Self::TimedOut => Some(ETIMEDOUT),
-            Self::Other(_) => None,
+            Self::NotOwned(_) | Self::Other(_) => None,
         }
     }
 
-    /// The explanation without the error number, or `None` if there is only the number.
+    /// The explanation of a refusal or of an unreadable answer, without the error number, or `None`
+    /// if there is only the number.
     pub fn detail(&self) -> Option<&str> {
         match self {
             Self::Errno { detail, .. } | Self::Unreadable { detail } => detail.as_deref(),
-            Self::TimedOut => None,
-            Self::Other(text) => Some(text),
+            Self::TimedOut | Self::NotOwned(_) | Self::Other(_) => None,
         }
     }
 
@@ -96,17 +100,23 @@ impl KernelError {
     pub const fn is_unreadable(&self) -> bool {
         matches!(self, Self::Unreadable { .. })
     }
+
+    /// Writes the explanation and the text of an error number.
+    fn fmt_errno(&self, errno: i32, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.detail().map_or(Ok(()), |detail| write!(f, "{detail}: "))?;
+        write!(f, "{}", io::Error::from_raw_os_error(errno))
+    }
 }
 
 /// `Nexthop has invalid gateway: Invalid argument (os error 22)`, or only one of the two parts.
 impl fmt::Display for KernelError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let errno = self.errno().map(io::Error::from_raw_os_error);
-        match (self.detail(), errno) {
-            (Some(detail), Some(errno)) => write!(f, "{detail}: {errno}"),
-            (Some(detail), None) => f.write_str(detail),
-            (None, Some(errno)) => write!(f, "{errno}"),
-            (None, None) => Ok(()),
+        match self {
+            Self::NotOwned(object) => write!(f, "the network's footprint does not own {object}"),
+            Self::Other(text) => f.write_str(text),
+            Self::Errno { errno, .. } => self.fmt_errno(*errno, f),
+            Self::Unreadable { .. } => self.fmt_errno(EBADMSG, f),
+            Self::TimedOut => self.fmt_errno(ETIMEDOUT, f),
         }
     }
 }

@@ -36,7 +36,8 @@ impl Engine {
                 }
                 self.take_deltas(deltas, Some(arrived));
                 let cause = Cause::Lease(Some(arrived));
-                applier.begin(self.changes_for(objects, cause), cause);
+                let changes = self.changes_for(objects, cause);
+                applier.begin(self.refuse_unowned(changes, Some(cause)), cause);
                 self.record_begun(applier, BEGUN - 1)?;
                 slice = (Instant::now() < end).then(|| self.next_new_peers(&answers)).flatten();
             }
