@@ -3,6 +3,7 @@
 mod annex;
 mod changed_by;
 mod error;
+mod go_routes;
 mod nexthops;
 mod outcome;
 
@@ -15,9 +16,10 @@ use async_trait::async_trait;
 pub use self::annex::{Annex, LongDrops, Refused, Traffic};
 pub use self::changed_by::{ChangedBy, ProcessNames};
 pub use self::error::KernelError;
+pub use self::go_routes::{GoRouteKernel, GoRoutes};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 pub use self::outcome::Outcome;
-use crate::address::{Dual, Subnet};
+use crate::address::Subnet;
 use crate::config::Config;
 use crate::object::{Addr, Change, Key, Link, LinkName, Object, Route, State, Via};
 
@@ -39,17 +41,12 @@ pub struct Footprint {
     /// The pod networks.
     pub networks: Vec<Subnet>,
     /// Other devices that carry its routes, such as the external interface. Their changes are
-    /// watched. They do not decide which routes are owned, except with `go_routes`.
+    /// watched. They do not decide which routes are owned.
     pub routes_on: BTreeSet<LinkName>,
     /// This network keeps blackhole routes inside `networks`.
     pub blackholes: bool,
     /// The ids of its nexthop objects. `None` from a backend: the route engine chooses them.
     pub nexthops: Option<NexthopBlock>,
-    /// Leave it `None` in a network. Only `flannel_route::remove_go_routes` sets it: the footprint
-    /// then owns only the routes that Go flannel left. These are on one of `routes_on`, of
-    /// [its protocol](GO_ROUTE_PROTOCOL), via a gateway, and inside `networks`. They have the
-    /// prefix length (in bits) of their family.
-    pub go_routes: Option<Dual<u8>>,
     /// The annexes with its records ([`Annex::name`]).
     pub annexes: BTreeSet<&'static str>,
 }
@@ -67,7 +64,7 @@ impl Footprint {
         }
     }
 
-    /// Adds another network's footprint, except for its `nexthops` and `go_routes`.
+    /// Adds another network's footprint, except for its `nexthops`.
     pub fn merge(&mut self, other: Self) {
         self.links.extend(other.links);
         let new = other.networks.into_iter().filter(|network| !self.networks.contains(network));
@@ -96,12 +93,6 @@ impl Footprint {
     /// is the route's device, or that of its nexthop object.
     pub fn owns_route(&self, route: &Route, link: Option<LinkName>, protocol: u8) -> bool {
         let inside = self.networks.iter().any(|network| network.covers(&route.dst));
-        if let Some(lens) = self.go_routes {
-            let by_gateway =
-                matches!(route.via, Via::Gateway { link, .. } if self.routes_on.contains(&link));
-            let of_a_lease = lens[route.dst.family()] == Some(route.dst.len());
-            return protocol == GO_ROUTE_PROTOCOL && by_gateway && of_a_lease && inside;
-        }
         if link.is_some_and(|link| self.links.contains(&link)) {
             return protocol != PROTOCOL_KERNEL;
         }

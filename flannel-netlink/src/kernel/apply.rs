@@ -206,7 +206,7 @@ impl<'a> Writer<'a> {
 }
 
 /// The result of a deletion. The absence of the object is a success.
-fn accept_absence(result: Result<(), KernelError>) -> Result<(), KernelError> {
+pub(super) fn accept_absence(result: Result<(), KernelError>) -> Result<(), KernelError> {
     match result {
         Err(error) if error.is_absent() || lacks_nexthop(&error) => Ok(()),
         result => result,

@@ -7,7 +7,9 @@ use std::time::Duration;
 use test_support::eventually;
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::kernel::{Footprint, NexthopBlock, Outcome, RouteAnswer};
+use flannel_core::kernel::{
+    Footprint, GoRouteKernel, GoRoutes, NexthopBlock, Outcome, RouteAnswer,
+};
 use flannel_core::object::{Change, Key, LinkName, Nexthop, Object, Route, Via};
 use flannel_core::{Kernel, Subnet};
 use flannel_netlink::testing::{Netns, in_netns, ip};
@@ -260,13 +262,23 @@ fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
             let more = [("", true), (" advmss 1000", false), (" src SOURCE", false)];
             for (more, is_found) in more.into_iter().chain(scope) {
                 scene.foreign(&format!("route add DST via FIVE dev up0{more}"));
-                let len =
+                let lens =
                     Dual::from_fn(|family| (family == scene.family).then_some(scene.dst().len()));
-                let footprint =
-                    Footprint { go_routes: Some(len), blackholes: false, ..scene.footprint() };
-                let found = scene.kernel.snapshot(&footprint).unwrap();
-                assert_eq!(found.get(&Key::Route(scene.dst())).is_some(), is_found, "{more}");
-                scene.foreign("route del DST");
+                let Footprint { networks, routes_on, .. } = scene.footprint();
+                let which = GoRoutes { links: routes_on, networks, lens };
+                let found = scene.kernel.go_routes(&which).unwrap();
+                assert_eq!(found.iter().any(|found| found.dst == scene.dst()), is_found, "{more}");
+                // Our route takes its place.
+                if is_found {
+                    scene.foreign("route replace DST via FIVE dev up0 proto 241");
+                    assert_eq!(scene.kernel.delete_go_routes(&found), [Outcome::Done]);
+                    assert!(!scene.kernel.go_routes(&which).unwrap().contains(&found[0]));
+                    scene.foreign("route replace DST via FIVE dev up0");
+                    assert_eq!(scene.kernel.delete_go_routes(&found), [Outcome::Done]);
+                    assert_eq!(scene.kernel.go_routes(&which).unwrap(), []);
+                } else {
+                    scene.foreign("route del DST");
+                }
             }
         });
     });

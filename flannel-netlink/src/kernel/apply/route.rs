@@ -1,7 +1,7 @@
 //! Steps for routes.
 
 use flannel_core::Subnet;
-use flannel_core::kernel::{GO_ROUTE_PROTOCOL, KernelError, ROUTE_PROTOCOL};
+use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
 use flannel_core::object::{Change, Object, Route, Via};
 use neli::consts::rtnl::Rtprot;
 
@@ -108,7 +108,6 @@ impl Writer<'_> {
     /// those of [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route).
     pub(super) fn protocol(&self, route: &Route) -> u8 {
         match route.via {
-            _ if self.footprint.go_routes.is_some() => GO_ROUTE_PROTOCOL,
             Via::Gateway { link, .. } | Via::Link(link) if self.footprint.links.contains(&link) => {
                 0
             }
