@@ -24,9 +24,9 @@ use tokio::sync::watch;
 
 use crate::error::Error;
 use running::CountersRead;
-use trials::Trials;
 pub(crate) use running::{Rulebook, Running};
 pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
+use trials::Trials;
 
 /// Sets a log filter, or returns the reason why it cannot; `None`: the filter of the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;

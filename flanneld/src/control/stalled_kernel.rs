@@ -8,7 +8,7 @@ use std::time::Duration;
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::{
-    Changes, Footprint, Invalidation, KernelError, NexthopIds, RouteAnswer,
+    Changes, Footprint, Invalidation, KernelError, NexthopIds, Outcome, RouteAnswer,
 };
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::network::NetworkHandle;
@@ -88,7 +88,7 @@ impl Kernel for StalledKernel {
         self.kernel.nexthop_users(there)
     }
 
-    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         self.stall.pass();
         self.kernel.apply(footprint, changes)
     }

@@ -13,7 +13,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::sync::{Arc, Mutex};
 
 use flannel_core::backend::{Built, Inlet, NodeLease, Prepared};
-use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, State};
 use flannel_core::runtime::{blocking, lock};
@@ -155,19 +155,17 @@ fn check_device(kernel: &dyn Kernel, in_use: InUse<'_>, link: &Link) -> Result<(
         vxlan.mac = MAC;
     }
     let footprint = Footprint { links: [trial.name].into(), ..Footprint::default() };
-    let put = |change| kernel.apply(&footprint, &[change]).pop();
-    let made = put(Change::Put(trial.clone().into())).unwrap_or(Ok(()));
+    let made = kernel.apply(&footprint, &[Change::Put(trial.clone().into())]).pop();
     // Also after a failure, which may have left a device that is down.
-    let deleted = put(Change::Delete(trial.clone().into())).unwrap_or(Ok(()));
-    if let Err(error) = deleted
+    let deleted = kernel.apply(&footprint, &[Change::Delete(trial.clone().into())]).pop();
+    if let Some(Outcome::Failed(error)) = deleted
         && !error.is_absent()
     {
         tracing::warn!(link = %trial.name, %error, "the device of a trial is not deleted");
     }
     match made {
-        Err(error) if error.is_started() => Ok(()),
-        Err(error) if in_use.excuses(error.errno, link) => Ok(()),
-        made => made.map_err(|error| refused(link, error)),
+        Some(Outcome::Failed(error)) if !in_use.excuses(&error, link) => Err(refused(link, error)),
+        _ => Ok(()),
     }
 }
 
@@ -179,14 +177,13 @@ fn refused(link: &Link, source: KernelError) -> Error {
 impl InUse<'_> {
     /// Whether the kernel refuses `link` with this error because the network that runs has what it
     /// needs. That network goes before.
-    fn excuses(&self, errno: i32, link: &Link) -> bool {
+    fn excuses(&self, error: &KernelError, link: &Link) -> bool {
         // Two of them without a remote address exclude each other.
         let is_ipip = |link: &Link| matches!(link.kind, LinkKind::Ipip(_) | LinkKind::Fou(_));
-        match errno {
-            EADDRINUSE => port(link).is_some_and(|port| self.has_port(port)),
-            EEXIST => is_ipip(link) && self.there.iter().any(is_ipip),
-            _ => false,
+        if error.is(EADDRINUSE) {
+            return port(link).is_some_and(|port| self.has_port(port));
         }
+        error.is(EEXIST) && is_ipip(link) && self.there.iter().any(is_ipip)
     }
 
     fn has_port(&self, wanted: u16) -> bool {

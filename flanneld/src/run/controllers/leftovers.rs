@@ -47,8 +47,9 @@ impl LeftoverController<'_> {
             never = self.old_networks.clear(kernel(), footprint(), status()) => match never {},
             never = old_records.clear(kernel(), status()) => match never {},
             never = old_devices.clear(kernel(), status()) => match never {},
-            never = go_flannel.clear(kernel(), footprint(), &network.config, status()) =>
-                match never {},
+            never = go_flannel.clear(
+                network.uplink.kernel.clone(), footprint(), &network.config, status(),
+            ) => match never {},
         }
     }
 }
