@@ -67,8 +67,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
         !self.lease_type().is_empty()
     }
 
-    /// The names of its options, without `Type`. `None`: flannelctl does not find misspelt ones.
-    fn option_names(&self) -> Option<&'static [&'static str]> {
+    /// The names of its options, without `Type`, or `None` if misspelt ones cannot be found.
+    fn option_names(&self) -> Option<&[&'static str]> {
         None
     }
 

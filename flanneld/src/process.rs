@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use clap::{Arg, CommandFactory};
 use flannel_backends::Backends;
-use flannel_core::Backend;
 use flannel_options::environment::misspelt;
 use flannel_options::printable;
 use tokio::signal::unix::{SignalKind, signal};
@@ -81,10 +80,8 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
     let failed = |error: std::io::Error| Error::file(Path::new("the runtime"), &error);
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-    let annexes = || {
-        let annexes = |backend: &dyn Backend| backend.annexes(Some(&options.lease.state_dir));
-        backends.iter().flat_map(annexes)
-    };
+    let state_dir = Some(options.lease.state_dir.as_path());
+    let annexes = || backends.iter().flat_map(|backend| backend.annexes(state_dir));
     let ended = runtime.block_on(async {
         let [interrupt, terminate, hangup] =
             [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()]

@@ -29,6 +29,7 @@ use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
 use flannel_subnet::{HolderId, Identity, SubnetEnv, SubnetEnvError, remove_temporary_files};
 
+use crate::blocking::BlockingQueue;
 use crate::config::{DaemonConfig, NexthopObjects};
 use crate::control::Servers;
 use crate::error::Error;
@@ -40,20 +41,25 @@ use start::Starter;
 /// Runs the daemon: see [`Daemon::run`](crate::Daemon::run).
 pub(crate) async fn run(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
     // First, because another daemon that holds the lock may have the sockets too.
-    let _alone = state_dir::lock(&settings.state_dir).await?;
+    let writes = BlockingQueue::new(state_dir::lock(&settings.state_dir).await?);
     let servers = Servers::open(&settings.control, &settings.subnet_file).await?;
     tokio::select! {
-        ended = run_networks(settings, observer) => ended,
+        ended = run_networks(settings, observer, writes) => ended,
         never = servers.serve(observer) => match never {},
     }
 }
 
 /// Opens the store and runs networks on it.
-async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
+async fn run_networks(
+    settings: &DaemonConfig,
+    observer: &Observer,
+    writes: BlockingQueue,
+) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(settings)?);
     let holder = state_dir::holder_id(&settings.state_dir)?;
     clean_up(&settings.subnet_file);
-    let go_flannel = GoFlannel::find(&settings.subnet_file, &settings.state_dir)?;
+    let go_flannel =
+        GoFlannel::find(&settings.subnet_file, &settings.state_dir)?.writing_in(writes.clone());
     let identity = Identity {
         holder,
         previous: previous_subnets(settings),
@@ -64,7 +70,7 @@ async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<In
     let subnets = store::open(&settings.store, identity, lease_options).await?;
     observer.opened(Arc::clone(&subnets));
     trial::clear(&kernel).await;
-    let starter = Starter::new(settings, kernel, Arc::clone(&subnets), machine_id(holder));
+    let starter = Starter::new(settings, kernel, Arc::clone(&subnets), machine_id(holder), writes);
     tokio::select! {
         ended = follow_store(settings, &*subnets, starter, &go_flannel, observer) => ended,
         never = readiness::publish(&*subnets, observer) => match never {},

@@ -31,7 +31,7 @@ use tokio::time::{Instant, sleep};
 
 use super::leftovers::{is_settled, log_removal};
 use super::trial::Held;
-use crate::blocking::run_blocking_in_order;
+use crate::blocking::BlockingQueue;
 use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::Observer;
@@ -55,6 +55,7 @@ pub(super) struct Moving {
     changes: tokio::sync::Mutex<()>,
     /// The backends whose commands stay in effect, which the log says once.
     pub(super) kept_commands: Mutex<BTreeSet<String>>,
+    writes: BlockingQueue,
 }
 
 #[derive(Clone)]
@@ -105,7 +106,18 @@ impl Moving {
             NodeBackends::default()
         });
         let state = Mutex::new(State { kept, dropped: Vec::new(), aside: Vec::new() });
-        Self { file, state, changes: Default::default(), kept_commands: Default::default() }
+        Self {
+            file,
+            state,
+            changes: Default::default(),
+            kept_commands: Default::default(),
+            writes: BlockingQueue::default(),
+        }
+    }
+
+    /// Writes its file in this queue.
+    pub(super) fn writing_in(self, writes: BlockingQueue) -> Self {
+        Self { writes, ..self }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -128,14 +140,15 @@ impl Moving {
         user: impl Fn(&NodeBackends, &Member) -> Option<Arc<Lease>>,
     ) -> Result<Lineup, Error> {
         let target = settings.backends.find(&config.backend.kind)?;
+        let target = Arc::clone(target);
         let with = |member: &Member| runs(settings, member, (config, iface));
-        let lease_type = member_type(target);
+        let lease_type = member_type(&*target);
         let is_left = |member: &Member| member.lease_type != lease_type;
         // Offers without a type cannot be told apart.
         let can_move = |backend: &dyn Backend| {
             backend.can_move() && !backend.lease_type().is_empty() && subnets.publishes_attrs()
         };
-        let moves = can_move(target);
+        let moves = can_move(&*target);
         let _changes = self.changes.lock().await;
         let mut state = self.state().clone();
         state.dropped.retain(|dropped| dropped != lease_type);
@@ -143,7 +156,7 @@ impl Moving {
         let mut ended = Vec::new();
         state.kept.retain(|member| {
             let reason = match with(member) {
-                Ok(runs) if moves && can_move(runs.backend) => return true,
+                Ok(runs) if moves && can_move(&*runs.backend) => return true,
                 Ok(_) => "it cannot run beside another one".to_owned(),
                 Err(error) => error.to_string(),
             };
@@ -298,7 +311,7 @@ impl Moving {
         kernel: &Arc<NetlinkKernel>,
         observer: &Observer,
     ) -> String {
-        let target = member_type(team.target);
+        let target = member_type(&*team.target);
         let mut silence = Silence::new(kernel, team.withdrawn_devices());
         let mut logged = None;
         loop {
@@ -425,7 +438,7 @@ impl Moving {
 
     async fn write(&self, kept: &NodeBackends) -> std::io::Result<()> {
         let (file, text) = (self.file.clone(), kept.to_json());
-        run_blocking_in_order(move || state_dir::replace(&file, &text)).await
+        self.writes.run(move || state_dir::replace(&file, &text)).await
     }
 }
 
@@ -444,7 +457,7 @@ fn runs(
         return Err(Error::CommandsNotAllowed { kind: backend.kind() });
     }
     backend.validate(&config, Some(iface))?;
-    Ok(Runs { backend, config, member: member.clone() })
+    Ok(Runs { backend: Arc::clone(backend), config, member: member.clone() })
 }
 
 /// The error of a backend that cannot be set up, and that a node needs.

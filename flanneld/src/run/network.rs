@@ -27,7 +27,6 @@ use super::probation::{failure, until_in_place};
 use super::refusals::Refused;
 use super::start::{Before, Purpose, Ready, Starter, prepare, stored};
 use super::status_log::log_status;
-use crate::blocking::run_blocking_in_order;
 use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::Observer;
@@ -157,11 +156,13 @@ async fn run_until_next(
     let routes = async {
         if config.require_encryption {
             let kernel = chosen.kernel.clone() as Arc<dyn Kernel>;
-            until_ruled(&kernel, (&footprint, &datapath.encrypted), rules.clone()).await;
+            until_ruled(&kernel, (&footprint, &datapath.encrypted), rules.clone(), &starter.writes)
+                .await;
         }
         network.run(views.clone()).await
     };
-    let old_networks = OldNetworks::record(&settings.state_dir, &config).await;
+    let old_networks =
+        OldNetworks::record(&settings.state_dir, &config, starter.writes.clone()).await;
     let status = || handle.status.clone();
     let tunnel_kernel = chosen.kernel.clone();
     let read_tunnel = move |link| tunnel_kernel.tunnel(link);
@@ -195,7 +196,7 @@ async fn run_until_next(
             reason = moving.revive((&team, own), views.clone(), retry) => Ok(reason),
             never = works => never,
             reason = falls_back => {
-                moving.drop_unoffered(team.target);
+                moving.drop_unoffered(&*team.target);
                 let reason = starter.refusals.failed(&config, &reason, observer.reloads());
                 Ok(format!("back to the config before: {reason}"))
             }
@@ -305,8 +306,8 @@ async fn publish(
         ip_masq: settings.firewall.masquerade,
     };
     let (path, go_flannel) = (settings.subnet_file.clone(), go_flannel.clone());
-    run_blocking_in_order(move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file()))
-        .await?;
+    let writes = go_flannel.writes.clone();
+    writes.run(move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file())).await?;
     observer.note(|facts| facts.subnet_file = true);
     Ok(())
 }

@@ -13,7 +13,7 @@ use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::object::{Change, Key, LinkName, Object, Route, State, Via};
 use tokio::sync::watch;
 
-use crate::blocking::run_blocking_in_order;
+use crate::blocking::BlockingQueue;
 
 /// The pause between two looks at the routes.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -27,6 +27,7 @@ pub(super) async fn until_ruled(
     kernel: &Arc<dyn Kernel>,
     (footprint, encrypted): (&Footprint, &BTreeSet<LinkName>),
     mut ruled: watch::Receiver<bool>,
+    queue: &BlockingQueue,
 ) {
     let remove = async {
         let mut logged = None;
@@ -34,7 +35,7 @@ pub(super) async fn until_ruled(
             let (kernel, footprint) = (Arc::clone(kernel), footprint.clone());
             let encrypted = encrypted.clone();
             let work = move || remove_plain(&*kernel, &footprint, &encrypted);
-            let failed = run_blocking_in_order(work).await.err().map(|error| error.to_string());
+            let failed = queue.run(work).await.err().map(|error| error.to_string());
             if failed.is_some() && failed != logged {
                 let error = failed.as_deref();
                 tracing::warn!(error, "a route that does not encrypt is not removed, retrying");
@@ -187,8 +188,9 @@ mod tests {
             rule.send_replace(true);
             std::future::pending::<()>().await;
         };
+        let queue = BlockingQueue::default();
         tokio::select! {
-            () = until_ruled(&kernel, (&footprint, &encrypted), ruled) => {}
+            () = until_ruled(&kernel, (&footprint, &encrypted), ruled, &queue) => {}
             () = scenario => {}
         }
         assert!(*rule.borrow(), "it waits for the rule");

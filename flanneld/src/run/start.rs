@@ -24,6 +24,7 @@ use super::proven::Proven;
 use super::refusals::{Refusals, Refused};
 use super::trial::{self, Candidate, KnownStore, UnsavedSecrets};
 use super::uplink::{Chosen, addresses_of};
+use crate::blocking::BlockingQueue;
 use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::{Observer, Rulebook, Running};
@@ -52,6 +53,10 @@ pub(super) struct Starter<'a> {
     /// The hints of the last start.
     hints: Mutex<Hints>,
     pub(super) refusals: Refusals,
+    /// The writes of state files.
+    pub(super) writes: BlockingQueue,
+    /// All trials of devices use one name.
+    trials: BlockingQueue,
 }
 
 /// Why a config is tried.
@@ -141,21 +146,25 @@ impl<'a> Starter<'a> {
         kernel: Arc<NetlinkKernel>,
         subnets: Arc<dyn SubnetManager>,
         machine_id: String,
+        writes: BlockingQueue,
     ) -> Self {
-        let moving = Arc::new(Moving::open(&settings.state_dir));
-        let proven = Proven::open(&settings.state_dir, &subnets.store_status().store);
+        let moving = Moving::open(&settings.state_dir).writing_in(writes.clone());
+        let proven = Proven::open(&settings.state_dir, &subnets.store_status().store)
+            .writing_in(writes.clone());
         Self {
             settings,
             kernel,
             subnets,
             machine_id,
             announced: OnceCell::new(),
-            moving,
+            moving: Arc::new(moving),
             last: None,
             proven,
             own: None,
             hints: Mutex::default(),
             refusals: Refusals::default(),
+            trials: writes.another(),
+            writes,
         }
     }
 
@@ -227,7 +236,7 @@ impl<'a> Starter<'a> {
         let views = subnets.watch_leases().await?;
         let Choice { config, chosen, mut lineup, refused, before } = choice;
         let team = lineup.team.clone();
-        let backend = team.target;
+        let backend = &*team.target;
         let (drop_unused_addresses, path_mtu) = (settings.ip_blackhole_route, settings.path_mtu);
         let routes = backend.footprint(&config, None)?.blackholes;
         let given = [("--ip-blackhole-route", drop_unused_addresses), ("--path-mtu", path_mtu)];
@@ -448,10 +457,10 @@ impl<'a> Starter<'a> {
         if purpose == Purpose::Question {
             host.secrets = Arc::new(UnsavedSecrets(secrets(self.settings)));
         }
-        let prepared = host.prepare(backend, config).await?;
+        let prepared = host.prepare(&**backend, config).await?;
         let held = self.moving.held(self.settings, config);
         let inlets = backend.datapath(config)?.inlets;
-        trial::check(&self.kernel, held, Candidate { config, prepared, inlets }).await
+        trial::check(&self.kernel, held, Candidate { config, prepared, inlets }, &self.trials).await
     }
 
     /// Checks whether a network can be built from `config` in place of the one that runs, which

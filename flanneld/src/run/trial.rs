@@ -9,15 +9,15 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use flannel_core::backend::{Built, Inlet, MakeSecret, NodeLease, Prepared, Secrets};
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::lease::{LeaseAttrs, Revision, View};
 use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, Secret, State};
-use flannel_core::runtime::{blocking, lock};
+use flannel_core::runtime::blocking;
 use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
 use flannel_core::{Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
@@ -26,6 +26,7 @@ use libc::{EADDRINUSE, EEXIST};
 use tokio::sync::watch;
 
 use super::leftovers::log_removal;
+use crate::blocking::BlockingQueue;
 use crate::error::Error;
 
 /// The name of a device that exists only during a trial.
@@ -128,6 +129,8 @@ pub(super) async fn clear(kernel: &Arc<NetlinkKernel>) {
 }
 
 /// Checks that the kernel can hold the devices of a network, while networks that have `held` run.
+/// All trials have one name for their devices, so they run one after the other in `queue`, also
+/// those whose future was dropped.
 ///
 /// # Errors
 /// The kernel refuses a device, or another program has the port of a process.
@@ -135,10 +138,8 @@ pub(super) async fn check(
     kernel: &Arc<NetlinkKernel>,
     held: Held,
     candidate: Candidate<'_>,
+    queue: &BlockingQueue,
 ) -> Result<(), Error> {
-    /// All trials have one name for their devices. A dropped future does not end its trial.
-    static ONE: Mutex<()> = Mutex::new(());
-
     let Candidate { config, prepared, inlets } = candidate;
     let links = match (prepared.build)(&lease_of(config)?)? {
         Built::Kernel(blueprint) => devices(&blueprint.base),
@@ -146,8 +147,7 @@ pub(super) async fn check(
     };
     let is_v6 = config.networks.v6.is_some();
     let kernel = Arc::clone(kernel);
-    blocking(move || {
-        let _one = lock(&ONE);
+    let ask = move || {
         let there = devices_there(&*kernel, &held.links, &links)?;
         for link in &links {
             check_name(&kernel, &there, link)?;
@@ -157,8 +157,8 @@ pub(super) async fn check(
             return Ok(());
         }
         inlets.into_iter().try_for_each(|inlet| check_port(inlet, &held.udp_ports, is_v6))
-    })
-    .await
+    };
+    queue.run(ask).await
 }
 
 fn name() -> LinkName {

@@ -33,7 +33,7 @@ async fn the_registry_of_the_example_passes_the_suite() {
 /// The config of a daemon, without a command line or environment.
 fn config(host: &Host, registry: Arc<dyn Registry>) -> DaemonConfig {
     let mut config = DaemonConfig::new(StoreConfig::Registry(registry));
-    config.backends = config.backends.with(&Lane);
+    config.backends = config.backends.with(Arc::new(Lane));
     config.interface.iface = vec!["eth0".into()];
     config.subnet_file = host.subnet_file();
     config.state_dir = host.dir().join("state");

@@ -32,8 +32,8 @@ pub(crate) async fn clear(
     (settings, used, moving): (&DaemonConfig, &Team, &Moving),
     mut status: watch::Receiver<Arc<Status>>,
 ) -> Infallible {
-    let others = settings.backends.iter().filter(|backend| !used.runs(*backend));
-    let of = |other: &dyn Backend| {
+    let others = settings.backends.iter().filter(|backend| !used.runs(&***backend));
+    let of = |other: &Arc<dyn Backend>| {
         let (kind, allowed) = (other.kind(), settings.allow_commands || !other.runs_commands());
         let annexes = other.annexes(Some(&settings.state_dir)).into_iter();
         annexes.map(move |annex| (kind, annex, allowed))

@@ -1,6 +1,7 @@
 //! The backends of one network.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use flannel_core::backend::{Datapath, Prepared};
 use flannel_core::kernel::Footprint;
@@ -16,7 +17,7 @@ use crate::error::Error;
 /// A backend that runs.
 #[derive(Clone)]
 pub(crate) struct Runs {
-    pub(super) backend: &'static dyn Backend,
+    pub(super) backend: Arc<dyn Backend>,
     /// The network config with this backend.
     pub(super) config: Config,
     pub(super) member: Member,
@@ -50,8 +51,8 @@ pub(crate) struct Team {
     pub(super) members: NodeBackends,
     /// Those that cannot be set up now. They are recorded, and tried again.
     pub(super) aside: Vec<Runs>,
-    /// That of the network config.
-    pub(crate) target: &'static dyn Backend,
+    /// The backend of the network config.
+    pub(crate) target: Arc<dyn Backend>,
 }
 
 /// The devices and addresses of the target in the kernel.
@@ -68,7 +69,7 @@ pub(crate) enum Devices {
 impl Runs {
     /// The backend and its config.
     pub(crate) fn member(&self) -> (&dyn Backend, &Config) {
-        (self.backend, &self.config)
+        (&*self.backend, &self.config)
     }
 }
 
