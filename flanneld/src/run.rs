@@ -21,6 +21,7 @@ use std::convert::Infallible;
 use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::path::Path;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 
 use flannel_core::kernel::Footprint;
@@ -38,15 +39,48 @@ use crate::store::{self, readiness};
 use leftovers::go_flannel::GoFlannel;
 use start::Starter;
 
-/// Runs the daemon: see [`Daemon::run`](crate::Daemon::run).
-pub(crate) async fn run(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
-    // First, because another daemon that holds the lock may have the sockets too.
-    let writes = BlockingQueue::new(state_dir::lock(&settings.state_dir).await?);
+/// Runs the daemon: see [`Daemon::run_until`](crate::Daemon::run_until).
+pub(crate) async fn run<T>(
+    settings: &DaemonConfig,
+    observer: &Observer,
+    stop: impl Future<Output = T>,
+) -> Result<T, Error> {
+    let mut stop = pin!(stop);
+    // First, because another daemon that holds the lock may have the sockets too. Until then, the
+    // annexes are the other daemon's.
+    let lock = tokio::select! {
+        lock = state_dir::lock(&settings.state_dir) => lock?,
+        stopped = &mut stop => return Ok(stopped),
+    };
+    let writes = BlockingQueue::new(lock);
+    let ends = writes.another();
     let servers = Servers::open(&settings.control, &settings.subnet_file).await?;
-    tokio::select! {
-        ended = run_networks(settings, observer, writes) => ended,
+    let stopped = tokio::select! {
+        ended = networks(settings, observer, writes) => match ended? {},
         never = servers.serve(observer) => match never {},
-    }
+        stopped = stop => stopped,
+    };
+    // The network has ended, and the lock is still held.
+    ends.run(end_of_node(settings)).await;
+    Ok(stopped)
+}
+
+/// [`run_networks`] in a box: a network that runs, and the next one, are too large for a small
+/// stack. The crates that call the generic [`run`] do not compile it again.
+fn networks<'a>(
+    settings: &'a DaemonConfig,
+    observer: &'a Observer,
+    writes: BlockingQueue,
+) -> Pin<Box<dyn Future<Output = Result<Infallible, Error>> + 'a>> {
+    Box::pin(run_networks(settings, observer, writes))
+}
+
+/// What the backends do at an orderly end of the daemon.
+fn end_of_node(settings: &DaemonConfig) -> impl FnOnce() + Send + use<> {
+    let state_dir = Some(settings.state_dir.as_path());
+    let annexes: Vec<_> =
+        settings.backends.iter().flat_map(|backend| backend.annexes(state_dir)).collect();
+    move || annexes.iter().for_each(|annex| annex.stop())
 }
 
 /// Opens the store and runs networks on it.
