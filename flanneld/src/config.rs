@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_backends::Backends;
+use flannel_core::SubnetManager;
 use flannel_netlink::iface::Selectors;
 use flannel_subnet::{DirLocation, Registry};
 #[cfg(feature = "etcd")]
@@ -67,8 +68,13 @@ pub enum StoreConfig {
         /// The API server and this node.
         options: KubeOptions,
     },
-    /// A custom registry.
+    /// A registry, for example an `EtcdRegistry` that you have opened, or one of your own. The daemon
+    /// runs the lease engine on it.
     Registry(Arc<dyn Registry>),
+    /// A manager of leases, for example a `KubeManager` that you have opened, or one of your own. The
+    /// daemon uses its leases: [`DaemonConfig::renew_margin`] and the state of the last run have no
+    /// effect on it.
+    Manager(Arc<dyn SubnetManager>),
 }
 
 /// `--nexthop-objects`.

@@ -398,6 +398,7 @@ mod tests {
     #[cfg(feature = "etcd")]
     #[test]
     fn etcd_is_the_registry_if_none_is_named() {
+        use flannel_core::Credential;
         use flannel_subnet_etcd::EtcdOptions;
 
         let options = parse(&[], &[]).unwrap();
@@ -416,9 +417,9 @@ mod tests {
         let expected = EtcdOptions {
             endpoints: vec!["https://a:1".into(), "https://b:2".into()],
             prefix: "/net".into(),
-            cafile: Some("/ca".into()),
-            certfile: Some("/cert".into()),
-            keyfile: Some("/key".into()),
+            ca: Some(Credential::File("/ca".into())),
+            certificate: Some(Credential::File("/cert".into())),
+            key: Some(Credential::File("/key".into())),
             username: Some("us".into()),
             password: Some("hunter2".into()),
             ..EtcdOptions::default()
@@ -428,12 +429,7 @@ mod tests {
         for empty in [&["--etcd-cafile="] as &[&str], &["--etcd-cafile", ""], &["-etcd-cafile", ""]]
         {
             assert_eq!(
-                parse(empty, &[("FLANNELD_ETCD_CAFILE", "/ca")])
-                    .unwrap()
-                    .lease
-                    .etcd
-                    .options()
-                    .cafile,
+                parse(empty, &[("FLANNELD_ETCD_CAFILE", "/ca")]).unwrap().lease.etcd.options().ca,
                 None
             );
         }

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use flannel_core::testing::FakeSubnets;
 use flannel_netlink::testing::{in_netns_async, ip};
 use flannel_subnet::{DirLocation, DirOptions, MemoryRegistry};
 use flanneld::{ControlSocket, Daemon, DaemonConfig, StoreConfig};
@@ -171,6 +172,25 @@ fn a_stop_before_the_lock_leaves_the_other_daemon_alone() {
         };
         while_ready(&daemon, others).await;
         while_ready(&second, async {}).await;
+    });
+}
+
+/// A store may be given as a ready manager of leases.
+#[test]
+fn a_daemon_runs_on_a_manager_that_is_given() {
+    in_netns_async(|| async {
+        uplink();
+        let dir = tempfile::tempdir().unwrap();
+        let subnets =
+            FakeSubnets::with_config(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#);
+        subnets.put("10.1.7.0-24", "192.0.2.7");
+        let store = StoreConfig::Manager(Arc::new(subnets.clone()));
+        let daemon = Daemon::new(on(store, dir.path()));
+        let uses_it = async {
+            let lease = daemon.status().network.unwrap().lease;
+            assert!(format!("{lease:?}").contains("10.1.1.0/24"), "{lease:?}");
+        };
+        while_ready(&daemon, uses_it).await;
     });
 }
 
