@@ -43,7 +43,8 @@ impl Daemon {
     ///
     /// # Cancel safety
     /// Dropping the future stops the daemon. The data path stays in place; the next run adopts it.
-    /// No command of a backend runs then: see [`Daemon::run_until`].
+    /// Commands of a backend that have begun go on, and no other one begins: see
+    /// [`Daemon::run_until`].
     pub async fn run(&self) -> Result<Infallible, Error> {
         self.run_until(std::future::pending()).await
     }

@@ -106,7 +106,8 @@ fn it_runs_two_daemons() {
 fn imports(source: &str) -> BTreeSet<String> {
     let statements = source.split(';').filter_map(|text| text.rsplit_once("use ")).map(|it| it.1);
     let of_flannel = statements.filter(|path| path.starts_with("flannel"));
-    let names = of_flannel.flat_map(|path| path.split(|c: char| !(c.is_alphanumeric() || c == '_')));
+    let names =
+        of_flannel.flat_map(|path| path.split(|c: char| !(c.is_alphanumeric() || c == '_')));
     names.filter(|name| name.starts_with(char::is_uppercase)).map(str::to_owned).collect()
 }
 
