@@ -514,7 +514,7 @@ pub(crate) mod tests {
         // A network that does not run accepts requests and answers none.
         let busy = host
             .join(
-                flannel_backends::all().find("host-gw").unwrap(),
+                &**flannel_backends::all().find("host-gw").unwrap(),
                 &running.config,
                 JoinOptions::default(),
             )

@@ -39,6 +39,7 @@ pub(crate) async fn open(
             let manager = flannel_subnet_kube::KubeManager::open(options.clone()).await;
             return Ok(Arc::new(manager.map_err(|source| Error::Kube(Box::new(source)))?));
         }
+        StoreConfig::Manager(manager) => return Ok(Arc::clone(manager)),
         StoreConfig::Registry(registry) => Arc::clone(registry),
         StoreConfig::Directory(location) => {
             let known = |saved: Saved| saved.store == location.to_string();

@@ -43,6 +43,8 @@ struct Shared {
     ended: Condvar,
     /// Commands that run are to end.
     stopped: AtomicBool,
+    /// The stop is complete.
+    has_ended: AtomicBool,
 }
 
 impl Commands {
@@ -51,8 +53,18 @@ impl Commands {
     /// it: [`Annexes`](crate::commands::Annexes) sees to that.
     pub fn new(names: Names, dir: Option<PathBuf>) -> Self {
         let inner = Mutex::new(Queue { files: Files::new(dir), ..Queue::default() });
-        let (ended, stopped) = Default::default();
-        Self(Arc::new(Shared { names, inner, ended, stopped }))
+        Self(Arc::new(Shared {
+            names,
+            inner,
+            ended: Condvar::new(),
+            stopped: AtomicBool::new(false),
+            has_ended: AtomicBool::new(false),
+        }))
+    }
+
+    /// Whether it was stopped, so that its directory is free for another annex.
+    pub(super) fn has_ended(&self) -> bool {
+        self.0.has_ended.load(Ordering::Acquire)
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
@@ -225,6 +237,7 @@ impl Annex for Commands {
                 tracing::warn!(%error, "the stop of this node is not noted");
             }
         }
+        self.0.has_ended.store(true, Ordering::Release);
     }
 
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError> {

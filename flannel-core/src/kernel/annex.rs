@@ -68,8 +68,11 @@ pub trait Annex: fmt::Debug + Send + Sync {
         None
     }
 
-    /// The program ends, because somebody stops it. Records stay in place. An annex may tell other
+    /// The daemon ends, because somebody stops it. Records stay in place. An annex may tell other
     /// programs that this node goes. Blocks. The default does nothing.
+    ///
+    /// The same program may run a daemon again. Then it asks `Backend::annexes` for new handles, and
+    /// those must work.
     fn stop(&self) {}
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use flannel_api::{Client, VERSION};
 use flannel_core::object::LinkName;
-use flannel_core::{Backend, Config, Kernel, Subnet};
+use flannel_core::{Config, Kernel, Subnet};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -64,8 +64,9 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     let work = if flags.for_go { ready_for_go } else { remove };
     let report = {
         // Also those of backends that the config named before.
-        let annexes = |backend: &dyn Backend| backend.annexes(Some(&global.state_dir));
-        let annexes: Vec<_> = backends.iter().flat_map(annexes).collect();
+        let state_dir = Some(global.state_dir.as_path());
+        let annexes: Vec<_> =
+            backends.iter().flat_map(|backend| backend.annexes(state_dir)).collect();
         let mut footprint = footprint.clone();
         if !flags.for_go {
             footprint.annexes.extend(annexes.iter().map(|annex| annex.name()));

@@ -17,7 +17,7 @@ use flannel_options::state_dir;
 use flannel_route::moving::{BackendUse, NodeBackends};
 
 use super::trial::Held;
-use crate::blocking::run_blocking_in_order;
+use crate::blocking::BlockingQueue;
 use crate::config::DaemonConfig;
 pub(crate) use in_use::{BackendInUse, BackendsInUse, Devices, PreparedBackends};
 pub(crate) use set_up::SetUp;
@@ -30,6 +30,7 @@ pub(super) struct BackendRecord {
     changes: tokio::sync::Mutex<()>,
     /// The backends whose commands stay in effect, which the log says once.
     pub(super) kept_commands: Mutex<BTreeSet<String>>,
+    writes: BlockingQueue,
 }
 
 #[derive(Clone)]
@@ -70,7 +71,13 @@ impl BackendRecord {
             state: Mutex::new(State { kept, dropped: Vec::new(), absent: Vec::new() }),
             changes: tokio::sync::Mutex::default(),
             kept_commands: Mutex::default(),
+            writes: BlockingQueue::default(),
         }
+    }
+
+    /// Writes its file in this queue.
+    pub(super) fn writing_in(self, writes: BlockingQueue) -> Self {
+        Self { writes, ..self }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -156,7 +163,7 @@ impl BackendRecord {
     async fn write(&self, kept: &NodeBackends) -> std::io::Result<()> {
         let file = self.file.clone();
         let text = kept.to_json();
-        run_blocking_in_order(move || state_dir::replace(&file, &text)).await
+        self.writes.run(move || state_dir::replace(&file, &text)).await
     }
 }
 

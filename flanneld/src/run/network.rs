@@ -140,7 +140,7 @@ async fn run_until_next(
     let Assembled { network, parts, refused, shown: _shown } = daemon.assemble(ready)?;
     // Before objects are put for its pod networks.
     let state_dir = &daemon.settings.state_dir;
-    let old_networks = OldNetworks::record(state_dir, &network.config).await;
+    let old_networks = OldNetworks::record(state_dir, &network.config, daemon.starter.writes.clone()).await;
     let mut services = network.services(parts);
     let mut triggers = network.triggers(refused, old_networks);
     let ended = tokio::select! {

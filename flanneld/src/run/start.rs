@@ -28,6 +28,7 @@ use super::config_validator::ConfigValidator;
 use super::proven::Proven;
 use super::refusals::{Refusals, Refused};
 use super::uplink::{Chosen, addresses_of};
+use crate::blocking::BlockingQueue;
 use crate::config::DaemonConfig;
 use crate::error::Error;
 use crate::observe::Observer;
@@ -54,6 +55,10 @@ pub(super) struct Starter<'a> {
     /// The hints of the last start.
     hints: Mutex<Hints>,
     pub(super) refusals: Refusals,
+    /// The writes of state files.
+    pub(super) writes: BlockingQueue,
+    /// All trials of devices use one name.
+    trials: BlockingQueue,
 }
 
 /// The values that the last network was built from.
@@ -88,20 +93,24 @@ impl<'a> Starter<'a> {
         kernel: Arc<NetlinkKernel>,
         subnets: Arc<dyn SubnetManager>,
         machine_id: String,
+        writes: BlockingQueue,
     ) -> Self {
-        let record = Arc::new(BackendRecord::open(&settings.state_dir));
-        let proven = Proven::open(&settings.state_dir, &subnets.store_status().store);
+        let record = BackendRecord::open(&settings.state_dir).writing_in(writes.clone());
+        let proven = Proven::open(&settings.state_dir, &subnets.store_status().store)
+            .writing_in(writes.clone());
         Self {
             settings,
             kernel,
             subnets,
             machine_id,
             announced: OnceCell::new(),
-            record,
+            record: Arc::new(record),
             last: None,
             proven,
             hints: Mutex::default(),
             refusals: Refusals::default(),
+            trials: writes.another(),
+            writes,
         }
     }
 
@@ -176,7 +185,7 @@ impl<'a> Starter<'a> {
             Ok(network) => network,
             Err(error) if refused.is_none() && self.goes_back(&config, &error) => {
                 self.refusals.set(Some(Refused { config, reason: error.to_string() }));
-                self.record.drop_unoffered(backends.target);
+                self.record.drop_unoffered(&*backends.target);
                 return Box::pin(self.start()).await;
             }
             Err(error) => {
@@ -188,7 +197,7 @@ impl<'a> Starter<'a> {
                 return Err(error.into());
             }
         };
-        log_choice(&config, backends.target, &uplink);
+        log_choice(&config, &*backends.target, &uplink);
         Ok(Ready {
             config,
             refused,
@@ -242,7 +251,7 @@ impl<'a> Starter<'a> {
         let settings = self.settings;
         let has_routes = backends.target.footprint(config, None)?.blackholes;
         if !has_routes {
-            settings.warn_without_routes(backends.target);
+            settings.warn_without_routes(&*backends.target);
         }
         let lapsed = hints.lapsed.is_some();
         let interval = settings.control.path_interval;
@@ -317,7 +326,7 @@ fn log_choice(config: &Config, backend: &dyn Backend, uplink: &Chosen) {
 /// # Errors
 /// The errors of [`Host::prepare`].
 pub(super) async fn prepare(host: &Host, backend: &BackendInUse) -> Result<Prepared, Error> {
-    Ok(host.prepare(backend.backend, &backend.config).await?)
+    Ok(host.prepare(&*backend.backend, &backend.config).await?)
 }
 
 /// The secrets of this node. A key that Go flannel left is kept, so that peers keep it too.

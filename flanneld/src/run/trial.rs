@@ -10,19 +10,20 @@ mod stand_ins;
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use flannel_core::backend::{Built, Inlet, NodeLease, Prepared};
 use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, State};
-use flannel_core::runtime::{blocking, lock};
+use flannel_core::runtime::blocking;
 use flannel_core::{Config, Error as Cause, Kernel, Lease, Subnets};
 use flannel_netlink::NetlinkKernel;
 use libc::{EADDRINUSE, EEXIST};
 
 pub(super) use self::stand_ins::{KnownStore, UnsavedSecrets};
 use super::controllers::leftovers::log_removal;
+use crate::blocking::BlockingQueue;
 use crate::error::Error;
 
 /// The name of a device that exists only during a trial.
@@ -55,6 +56,8 @@ pub(super) async fn clear(kernel: &Arc<NetlinkKernel>) {
 }
 
 /// Checks that the kernel can hold the devices of a network, while networks that have `held` run.
+/// All trials have one name for their devices, so they run one after the other in `queue`, also
+/// those whose future was dropped.
 ///
 /// # Errors
 /// The kernel refuses a device, or another program has the port of a process.
@@ -62,10 +65,8 @@ pub(super) async fn check(
     kernel: &Arc<NetlinkKernel>,
     held: Held,
     candidate: Candidate<'_>,
+    queue: &BlockingQueue,
 ) -> Result<(), Error> {
-    /// All trials have one name for their devices. A dropped future does not end its trial.
-    static ONE: Mutex<()> = Mutex::new(());
-
     let Candidate { config, prepared, inlets } = candidate;
     let links = match (prepared.build)(&lease_of(config)?)? {
         Built::Kernel(blueprint) => devices(&blueprint.base),
@@ -73,8 +74,7 @@ pub(super) async fn check(
     };
     let is_v6 = config.networks.v6.is_some();
     let kernel = Arc::clone(kernel);
-    blocking(move || {
-        let _one = lock(&ONE);
+    let ask = move || {
         let there = devices_there(&*kernel, &held.links, &links)?;
         for link in &links {
             check_name(&kernel, &there, link)?;
@@ -84,8 +84,8 @@ pub(super) async fn check(
             return Ok(());
         }
         inlets.into_iter().try_for_each(|inlet| check_port(inlet, &held.udp_ports, is_v6))
-    })
-    .await
+    };
+    queue.run(ask).await
 }
 
 fn name() -> LinkName {

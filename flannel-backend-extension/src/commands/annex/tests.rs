@@ -199,6 +199,21 @@ fn a_name_and_a_directory_have_one_annex() {
 }
 
 #[test]
+fn after_a_stop_the_directory_has_a_new_annex() {
+    let place = Place::new();
+    let annexes = Annexes::new();
+    let dir = || Some(place.0.path().join("tasks"));
+    let first = annexes.annex(NAMES, dir());
+    make(&first, Change::Put(object(1, &place.task(Of::Node, "node")))).unwrap();
+    make(&first, Change::Put(object(2, &place.task(Of::Peer, "peer")))).unwrap();
+    first.stop();
+    let second = annexes.annex(NAMES, dir());
+    assert_eq!(records(&second).len(), 1, "the peer is still there");
+    make(&second, Change::Put(object(1, &place.task(Of::Node, "node")))).unwrap();
+    assert_eq!(place.ran(), ["+node", "+peer", "-node", "+node"]);
+}
+
+#[test]
 fn debug_shows_no_words_input_and_variables() {
     let place = Place::new();
     let secret = "canary";

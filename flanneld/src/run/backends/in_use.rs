@@ -1,6 +1,7 @@
 //! The backends of one network.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use flannel_core::backend::{Datapath, Prepared};
 use flannel_core::kernel::Footprint;
@@ -16,7 +17,7 @@ use crate::error::Error;
 /// A backend that runs.
 #[derive(Clone)]
 pub(crate) struct BackendInUse {
-    pub(crate) backend: &'static dyn Backend,
+    pub(crate) backend: Arc<dyn Backend>,
     /// The network config with this backend.
     pub(crate) config: Config,
     pub(crate) usage: BackendUse,
@@ -35,7 +36,7 @@ impl PreparedBackends {
         let prepared = std::mem::take(&mut self.prepared);
         let all = self.backends.all.iter().zip(prepared);
         all.map(|(it, prepared)| PreparedMember {
-            backend: it.backend,
+            backend: &*it.backend,
             config: &it.config,
             prepared,
         })
@@ -53,7 +54,7 @@ pub(crate) struct BackendsInUse {
     /// The backends that cannot be set up now. They are recorded, and tried again.
     pub(crate) absent: Vec<BackendInUse>,
     /// The backend of the network config.
-    pub(crate) target: &'static dyn Backend,
+    pub(crate) target: Arc<dyn Backend>,
 }
 
 /// The devices and addresses of the target in the kernel.

@@ -54,13 +54,13 @@ impl BackendRecord {
         prepare: impl AsyncFn(&BackendInUse) -> Result<Prepared, Error>,
         user: impl Fn(&NodeBackends, &BackendUse) -> Option<Arc<Lease>>,
     ) -> Result<PreparedBackends, Error> {
-        let target = values.settings.backends.find(&values.config.backend.kind)?;
-        let lease_type = lease_type_of(target);
+        let target = Arc::clone(values.settings.backends.find(&values.config.backend.kind)?);
+        let lease_type = lease_type_of(&*target);
         let _changes = self.changes.lock().await;
         let mut state = self.state().clone();
         state.dropped.retain(|dropped| dropped != lease_type);
         let before = state.kept.clone();
-        let ended = values.retain_movable(&mut state.kept, target);
+        let ended = values.retain_movable(&mut state.kept, &*target);
         state.kept.aim_at(lease_type, &values.config.backend);
         let mut candidates = state.kept.clone();
         candidates.retain(|usage| !state.is_dropped(usage));
@@ -77,7 +77,7 @@ impl BackendRecord {
         }
         for Ended { usage, reason } in &ended {
             if !state.is_dropped(usage) {
-                values.log_end(usage, target, reason);
+                values.log_end(usage, &*target, reason);
                 state.dropped.push(usage.lease_type.clone());
             }
         }
@@ -121,7 +121,7 @@ impl SetUp<'_> {
             return Err(Error::CommandsNotAllowed { kind: backend.kind() });
         }
         backend.validate(&config, Some(self.iface))?;
-        Ok(BackendInUse { backend, config, usage: usage.clone() })
+        Ok(BackendInUse { backend: Arc::clone(backend), config, usage: usage.clone() })
     }
 
     /// Keeps the backends that can run beside the target. Returns the others.
@@ -130,7 +130,7 @@ impl SetUp<'_> {
         let mut ended = Vec::new();
         kept.retain(|usage| {
             let reason = match self.in_use(usage) {
-                Ok(other) if moves && self.can_move(other.backend) => return true,
+                Ok(other) if moves && self.can_move(&*other.backend) => return true,
                 Ok(_) => "it cannot run beside another one".to_owned(),
                 Err(error) => error.to_string(),
             };

@@ -47,7 +47,7 @@ pub(crate) struct MoveController<'a> {
 impl MoveController<'_> {
     /// Runs until the next step is due, and prepares it. Without a move, it does not end.
     pub(crate) async fn run(mut self) -> Ended {
-        let target = lease_type_of(self.backends.target);
+        let target = lease_type_of(&*self.backends.target);
         let mut silence = Silence::new(self.kernel, self.backends.withdrawn_devices());
         let mut logged = None;
         loop {

@@ -14,7 +14,7 @@ use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::object::{Change, Key, LinkName, Object, Route, State, Via};
 use tokio::sync::watch;
 
-use crate::blocking::run_blocking_in_order;
+use crate::blocking::BlockingQueue;
 
 /// The pause between two looks at the routes.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -25,6 +25,8 @@ pub(super) struct PlainRoutes {
     pub(super) footprint: Footprint,
     /// The devices that encrypt.
     pub(super) encrypted: BTreeSet<LinkName>,
+    /// The queue of the removals.
+    pub(super) queue: BlockingQueue,
 }
 
 impl PlainRoutes {
@@ -54,7 +56,7 @@ impl PlainRoutes {
             let footprint = self.footprint.clone();
             let encrypted = self.encrypted.clone();
             let work = move || remove_plain(&*kernel, &footprint, &encrypted);
-            let failed = run_blocking_in_order(work).await.err().map(|error| error.to_string());
+            let failed = self.queue.run(work).await.err().map(|error| error.to_string());
             if failed.is_some() && failed != logged {
                 let error = failed.as_deref();
                 tracing::warn!(error, "a route that does not encrypt is not removed, retrying");
@@ -197,7 +199,12 @@ mod tests {
             std::future::pending::<()>().await;
         };
         let encrypted = BTreeSet::new();
-        let plain = PlainRoutes { kernel, footprint: footprint.clone(), encrypted };
+        let plain = PlainRoutes {
+            kernel,
+            footprint: footprint.clone(),
+            encrypted,
+            queue: BlockingQueue::default(),
+        };
         tokio::select! {
             () = plain.remove_until(ruled) => {}
             () = scenario => {}

@@ -47,7 +47,7 @@ impl ProbationController<'_> {
         }
         let look = |status: &Status| network.backends.devices(status);
         let reason = failure(look, network.handle.status.clone()).await;
-        network.record.drop_unoffered(network.backends.target);
+        network.record.drop_unoffered(&*network.backends.target);
         let reloads = network.observer.reloads();
         let reason = network.starter.refusals.failed(&network.config, &reason, reloads);
         Ended::Rebuild(format!("back to the config before: {reason}"))

@@ -26,6 +26,7 @@ impl RouteController<'_> {
                 kernel: Arc::clone(&network.uplink.kernel) as Arc<dyn Kernel>,
                 footprint: network.footprint.clone(),
                 encrypted: network.datapath.encrypted.clone(),
+                queue: network.starter.writes.clone(),
             };
             plain.remove_until(network.rules_settled.clone()).await;
         }

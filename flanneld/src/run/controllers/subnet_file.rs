@@ -11,7 +11,6 @@ use flannel_subnet::SubnetEnv;
 use tokio::sync::watch;
 
 use super::RULES;
-use crate::blocking::run_blocking_in_order;
 use crate::error::Error;
 use crate::run::network::RunningNetwork;
 
@@ -42,7 +41,7 @@ impl SubnetFile<'_> {
         let path = network.settings.subnet_file.clone();
         let go_flannel = network.go_flannel.clone();
         let write = move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file());
-        run_blocking_in_order(write).await?;
+        network.go_flannel.writes.run(write).await?;
         network.observer.note(|facts| facts.subnet_file = true);
         Ok(())
     }

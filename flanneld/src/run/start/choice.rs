@@ -203,10 +203,10 @@ impl Starter<'_> {
         if purpose == Purpose::Question {
             host.secrets = Arc::new(UnsavedSecrets(secrets(self.settings)));
         }
-        let prepared = host.prepare(backend, config).await?;
+        let prepared = host.prepare(&**backend, config).await?;
         let held = self.record.held(self.settings, config);
         let inlets = backend.datapath(config)?.inlets;
-        trial::check(&self.kernel, held, Candidate { config, prepared, inlets }).await
+        trial::check(&self.kernel, held, Candidate { config, prepared, inlets }, &self.trials).await
     }
 
     /// Checks whether a network can be built from `config` in place of the one that runs, which

@@ -23,7 +23,7 @@ use flannel_route::remove_go_routes;
 use tokio::sync::watch;
 
 use super::{is_settled, log_removal};
-use crate::blocking::run_blocking_in_order;
+use crate::blocking::BlockingQueue;
 use crate::error::Error;
 
 /// The leftovers of Go flannel. Clones share their state.
@@ -34,6 +34,8 @@ pub(crate) struct GoFlannel {
     record: PathBuf,
     /// Another program wrote the subnet file, and its routes may still be there.
     left_routes: Arc<AtomicBool>,
+    /// The queue of the writes of the subnet file, and of the record.
+    pub(crate) writes: BlockingQueue,
 }
 
 impl GoFlannel {
@@ -56,12 +58,17 @@ impl GoFlannel {
             Err(error) => return Err(Error::file(&record, &error)),
         };
         let left_routes = Arc::new(AtomicBool::new(there.is_some() && there != ours));
-        Ok(Self { subnet_file, record, left_routes })
+        Ok(Self { subnet_file, record, left_routes, writes: BlockingQueue::default() })
+    }
+
+    /// Writes its file in this queue.
+    pub(crate) fn writing_in(self, writes: BlockingQueue) -> Self {
+        Self { writes, ..self }
     }
 
     /// Records that this daemon wrote the subnet file, unless routes must be removed first. Call it
-    /// together with the write ([`run_blocking_in_order`]). Otherwise the next start may treat the
-    /// file as Go flannel's.
+    /// together with the write ([`BlockingQueue::run`]). Otherwise the next start may treat the file
+    /// as Go flannel's.
     pub(crate) fn wrote_subnet_file(&self) {
         if self.left_routes() {
             return;
@@ -94,7 +101,7 @@ impl GoFlannel {
             // Objects that the kernel keeps are removed after the next start.
             self.left_routes.store(!blocking(removal).await, Ordering::Relaxed);
             let this = self.clone();
-            run_blocking_in_order(move || this.wrote_subnet_file()).await;
+            self.writes.run(move || this.wrote_subnet_file()).await;
         }
         std::future::pending().await
     }

@@ -50,7 +50,7 @@ impl OldRecords<'_> {
     ) -> Infallible {
         let mut allowed = Vec::new();
         let mut kept = Vec::new();
-        for other in self.settings.backends.iter().filter(|it| !self.backends.runs(*it)) {
+        for other in self.settings.backends.iter().filter(|it| !self.backends.runs(&***it)) {
             let is_allowed = self.settings.allow_commands || !other.runs_commands();
             let annexes = if is_allowed { &mut allowed } else { &mut kept };
             for annex in other.annexes(Some(&self.settings.state_dir)) {
