@@ -562,8 +562,8 @@ mod tests {
 
     fn names(team: &Team) -> String {
         let all = kinds(team.all.iter().map(|runs| &runs.member)).join(" ");
-        let offers = team.offers().into_iter().map(|at| &*team.all[at].member.lease_type);
-        format!("{all} | {}", offers.collect::<Vec<_>>().join(" "))
+        let offers = kinds(team.members.offered()).join(" ");
+        format!("{all} | {offers}")
     }
 
     #[tokio::test]

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::lease::{Origin, View};
-use flannel_core::network::{Ended, NetworkHandle};
+use flannel_core::network::NetworkHandle;
 use flannel_core::status::Status;
 use flannel_core::{Config, Kernel, SubnetManager, Subnets};
 use flannel_doctor::checks::host::log_changes;
 use flannel_doctor::path_probe::server;
 use flannel_doctor::paths::probe;
+use flannel_route::Joined;
 use flannel_route::moving::Tunnels;
 use flannel_subnet::SubnetEnv;
 use tokio::sync::watch;
@@ -42,14 +43,6 @@ const RULES: Duration = Duration::from_secs(5);
 /// The pause between two checks of this host.
 const LOOK: Duration = Duration::from_secs(300);
 
-/// The end of a network.
-enum End {
-    /// The next network is built, and this one has run until now.
-    Replaced(Box<Ready>),
-    /// It has stopped, and must be rebuilt for this reason.
-    Stopped(String),
-}
-
 /// Runs a network until the next one is built, because a value that it was built from has changed.
 /// Returns the next one.
 ///
@@ -62,17 +55,14 @@ pub(super) async fn run(
     (starter, go_flannel): (&Starter<'_>, &GoFlannel),
     observer: &Observer,
 ) -> Result<Ready, Error> {
-    let held = (!ready.lapsed).then(|| ready.network.handle().lease);
+    let held = (!ready.lapsed).then(|| ready.joined.network.handle().lease);
     let next = async |reason: String| {
         tracing::info!(%reason, "rebuilding the network");
         Box::pin(starter.next(held.as_ref(), observer)).await
     };
     let end = run_until_next(settings, subnets, ready, (starter, go_flannel), observer, &next);
     // A large future, of which each caller would have a copy on its stack.
-    match Box::pin(end).await? {
-        End::Replaced(ready) => Ok(*ready),
-        End::Stopped(reason) => next(reason).await,
-    }
+    Box::pin(end).await
 }
 
 async fn run_until_next(
@@ -82,7 +72,7 @@ async fn run_until_next(
     (starter, go_flannel): (&Starter<'_>, &GoFlannel),
     observer: &Observer,
     next: impl AsyncFn(String) -> Result<Ready, Error>,
-) -> Result<End, Error> {
+) -> Result<Ready, Error> {
     warn_if_stale(subnets, &ready.views.borrow());
     let (settled, rules) = watch::channel(false);
     let datapath = ready.team.datapath(settings);
@@ -91,12 +81,13 @@ async fn run_until_next(
     let probes = running.probes(&settings.control, subnets.store_status().store);
     let responder = server::serve(running.probe_server(settings.control.doctor_port));
     let _running = observer.running(running);
-    let Ready { config, refused, before, team, moving, network, paths, views, .. } = ready;
+    let Ready { config, refused, before, team, moving, joined, paths, views, .. } = ready;
     let Ready { handshakes, lapsed, cached, first, chosen, validator, .. } = ready;
-    let (handle, withholds_offers) = (network.handle(), network.withholds_offers());
+    let Joined { network, withholds_offers, needs_handshakes, .. } = joined;
+    let handle = network.handle();
     let own = handle.lease.subnets;
     let tunnel_devices =
-        if network.needs_handshakes() { team.handshakes_on(settings) } else { BTreeSet::new() };
+        if needs_handshakes { team.handshakes_on(settings) } else { BTreeSet::new() };
     let no_look_yet = (!tunnel_devices.is_empty()).then(Tunnels::default);
     let (tunnels, seen_tunnels) = watch::channel(no_look_yet);
     let firewall = async {
@@ -209,16 +200,13 @@ async fn run_until_next(
         let reason = events.await?;
         // It may take long, because of a store that does not answer.
         tokio::select! {
-            ready = next(reason) => ready.map(|ready| End::Replaced(Box::new(ready))),
+            ready = next(reason) => ready,
             failed = restore() => match failed? {},
         }
     };
     tokio::select! {
         never = follow(read_tunnel, tunnel_devices, (handshakes, tunnels)) => match never {},
-        ended = routes => match ended? {
-            Ended::Rebuild(reason) => Ok(End::Stopped(reason)),
-            ended => Err(Error::Stopped(format!("{ended:?}"))),
-        },
+        ended = routes => Err(Error::Stopped(format!("{:?}", ended?))),
         end = replaced => end,
         never = observer.answer_trials(ask) => match never {},
         never = firewall => match never? {},

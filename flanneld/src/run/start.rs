@@ -14,7 +14,7 @@ use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
 use flannel_route::admission::Handshakes;
 use flannel_route::moving::{Member, NodeBackends};
-use flannel_route::{Host, HostNetwork, JoinOptions};
+use flannel_route::{EngineOptions, Host, JoinOptions, Joined};
 use tokio::sync::{OnceCell, watch};
 use tokio::time::sleep;
 
@@ -91,7 +91,7 @@ pub(super) struct Ready {
     /// The backends of the network.
     pub(super) team: Team,
     pub(super) moving: Arc<Moving>,
-    pub(super) network: HostNetwork,
+    pub(super) joined: Joined,
     /// Tells the network which handshakes have completed.
     pub(super) handshakes: watch::Sender<Handshakes>,
     /// The results of the probes of paths; `None`: paths are not probed.
@@ -126,7 +126,7 @@ impl Ready {
             links: footprint.links.into_iter().collect(),
             iface: self.chosen.iface.clone(),
             kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,
-            handle: self.network.handle(),
+            handle: self.joined.network.handle(),
             views: self.views.clone(),
             rulebook,
             lapsed: self.lapsed,
@@ -162,7 +162,7 @@ impl<'a> Starter<'a> {
     /// Notes that the network runs.
     pub(super) fn started(&mut self, ready: &Ready) {
         self.last = Some((ready.config.clone(), ready.chosen.iface.clone()));
-        self.own = Some(ready.network.handle().lease.subnets);
+        self.own = Some(ready.joined.network.handle().lease.subnets);
         self.refusals.set(ready.refused.clone());
     }
 
@@ -236,24 +236,25 @@ impl<'a> Starter<'a> {
             tracing::warn!(backend = backend.kind(), option, "{text}");
         }
         let lapsed = hints.lapsed.is_some();
-        let (resync, interval) = (Some(settings.kernel_resync), settings.control.path_interval);
+        let interval = settings.control.path_interval;
         let paths = (!interval.is_zero() && !lapsed).then(|| Paths::new(interval));
         let path_mtus = paths.as_ref().filter(|_| path_mtu && routes).map(Paths::mtus);
         let (handshakes, done) = watch::channel(Handshakes::default());
         // After a start, another key must be in the kernel before peers use it.
         let published = hints.last_published.filter(|_| last.is_none() && !lapsed);
-        let join = JoinOptions {
-            published: published.filter(|_| team.encrypts(settings)),
-            lapsed: hints.lapsed,
-            drop_unused_addresses,
-            resync,
-            path_mtus,
-            handshakes: Some(done),
-        };
+        let engine = EngineOptions::default()
+            .with_drop_unused_addresses(drop_unused_addresses)
+            .with_resync(settings.kernel_resync)
+            .with_path_mtus(path_mtus)
+            .with_handshakes(done)
+            .with_process_names(self.kernel.clone());
+        let join = JoinOptions::default()
+            .with_published(published.filter(|_| team.encrypts(settings)))
+            .with_lapsed(hints.lapsed)
+            .with_engine(engine);
         let host = self.host(&chosen.iface);
-        let joined = host.join_prepared(lineup.members(), &team.offers(), join).await;
-        let network = match joined {
-            Ok(network) => network,
+        let joined = match host.join_prepared(lineup.backends(), join).await {
+            Ok(joined) => joined,
             Err(error) if refused.is_none() && self.goes_back(&config, &error) => {
                 self.refusals.set(Some(Refused { config, reason: error.to_string() }));
                 self.moving.drop_unoffered(backend);
@@ -282,7 +283,7 @@ impl<'a> Starter<'a> {
             before,
             team,
             moving,
-            network,
+            joined,
             handshakes,
             paths,
             views,
@@ -319,7 +320,6 @@ impl<'a> Starter<'a> {
             .with_machine_id(self.machine_id.clone())
             .with_secrets(Arc::new(secrets(self.settings)))
             .with_state_dir(&self.settings.state_dir)
-            .with_process_names(self.kernel.clone())
     }
 
     /// Chooses between the config of the store and, if no network can be built from it, the earlier

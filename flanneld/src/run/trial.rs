@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
-use flannel_core::backend::{Built, Inlet, MakeSecret, NodeLease, Prepared, Secrets};
+use flannel_core::backend::{Build, Inlet, MakeSecret, NodeLease, Prepared, Secrets};
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::lease::{LeaseAttrs, Revision, View};
 use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, Secret, State};
@@ -140,9 +140,9 @@ pub(super) async fn check(
     static ONE: Mutex<()> = Mutex::new(());
 
     let Candidate { config, prepared, inlets } = candidate;
-    let links = match (prepared.build)(&lease_of(config)?)? {
-        Built::Kernel(blueprint) => devices(&blueprint.base),
-        Built::Custom(_) => return Ok(()),
+    let links = match prepared.build {
+        Build::Blueprint(build) => devices(&build(&lease_of(config)?)?.base),
+        Build::Network(_) => return Ok(()),
     };
     let is_v6 = config.networks.v6.is_some();
     let kernel = Arc::clone(kernel);

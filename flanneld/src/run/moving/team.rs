@@ -7,8 +7,8 @@ use flannel_core::kernel::Footprint;
 use flannel_core::object::{Key, LinkName};
 use flannel_core::status::{Failure, Status};
 use flannel_core::{Backend, Config};
-use flannel_route::PreparedMember;
 use flannel_route::moving::{Member, NodeBackends};
+use flannel_route::{BackendInUse, PreparedBackend};
 
 use crate::config::DaemonConfig;
 use crate::error::Error;
@@ -30,15 +30,21 @@ pub(crate) struct Lineup {
 }
 
 impl Lineup {
-    /// The members for [`Host::join_prepared`](flannel_route::Host::join_prepared).
-    pub(crate) fn members(&mut self) -> Vec<PreparedMember<'_>> {
+    /// The backends for [`Host::join_prepared`](flannel_route::Host::join_prepared).
+    pub(crate) fn backends(&mut self) -> Vec<PreparedBackend<'_>> {
         let prepared = std::mem::take(&mut self.prepared);
-        let all = self.team.all.iter().zip(prepared);
-        all.map(|(runs, prepared)| {
-            let (backend, config) = runs.member();
-            PreparedMember { backend, config, prepared }
-        })
-        .collect()
+        let ranks = self.team.offer_ranks();
+        self.team
+            .all
+            .iter()
+            .zip(prepared)
+            .zip(ranks)
+            .map(|((runs, prepared), rank)| {
+                let (backend, config) = runs.member();
+                let in_use = BackendInUse::new(backend, config).with_offer_rank(rank);
+                PreparedBackend { in_use, prepared }
+            })
+            .collect()
     }
 }
 
@@ -78,10 +84,11 @@ impl Team {
         self.all.iter().any(|runs| runs.backend.kind() == backend.kind())
     }
 
-    /// The places in `all` of the backends whose offers are published, the preferred one first.
-    pub(crate) fn offers(&self) -> Vec<usize> {
-        let place = |member: &Member| self.all.iter().position(|runs| runs.member == *member);
-        self.members.offered().filter_map(place).collect()
+    /// The place of each backend's offer in the lease, in the order of `all`; `None` if its offer
+    /// is not published.
+    fn offer_ranks(&self) -> Vec<Option<usize>> {
+        let rank = |runs: &Runs| self.members.offered().position(|member| *member == runs.member);
+        self.all.iter().map(rank).collect()
     }
 
     /// The devices on which a handshake decides whether a peer is reached by the first backend or
