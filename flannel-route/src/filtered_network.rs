@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::address::Dual;
+use flannel_core::backend::Reach;
 use flannel_core::lease::{LeaseSet, View};
 use flannel_core::network::{Ended, NetworkHandle};
 use flannel_core::{Lease, Network, Result, Subnet, Subnets};
@@ -87,7 +88,7 @@ impl ViewFilter {
     fn accept(&mut self, view: View) -> View {
         let before = std::mem::replace(&mut self.leases, view.leases);
         // The plan makes no lookups.
-        self.admission.update(self.leases.changes_since(&before), &|_| Some(None));
+        self.admission.update(self.leases.changes_since(&before), &|_| Some(Reach::NotDirect));
         let mut leases = self.leases.clone();
         leases.remove(&self.own);
         for (subnets, _) in self.admission.rejected().iter() {

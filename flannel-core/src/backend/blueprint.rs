@@ -46,7 +46,8 @@ pub struct Blueprint {
     /// Peers are reachable only after a WireGuard handshake. While a node moves to this backend, it
     /// reaches a peer by the other backend until then.
     pub handshakes: bool,
-    /// The kernel objects that the network owns. It must own all objects of `base` and `plan`.
+    /// The kernel objects that the network owns. It must own all objects of `base` and `plan`: the
+    /// others are reported as failing, and are not put.
     pub footprint: Footprint,
     /// The objects that do not depend on peers: the device and its addresses.
     pub base: State,
