@@ -98,7 +98,8 @@ fn nodes_share_a_network_under_all_faults() {
 
 #[test]
 fn a_seed_reproduces_its_simulation() {
-    let (one, other) = (simulate(7, None, true), simulate(7, None, true));
+    let one = simulate(7, None, true);
+    let other = simulate(7, None, true);
     assert!(one.trace.len() > 1_000);
     for (place, (one, other)) in one.trace.iter().zip(&other.trace).enumerate() {
         assert_eq!(one, other, "line {place}");
