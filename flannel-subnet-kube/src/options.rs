@@ -7,10 +7,12 @@ use crate::node::prefix::Prefix;
 /// The options of a [`KubeManager`](crate::KubeManager).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubeOptions {
-    /// The URL of the API server; `None`: the URL of the kubeconfig or of the service account.
+    /// The URL of the API server, or `None` for the URL of the kubeconfig or of the service
+    /// account.
     pub api_url: Option<String>,
-    /// The file with the credentials and certificates for the API server. `None`: with an
-    /// `api_url`, there are no credentials; without one, the service account of this pod is used.
+    /// The file with the credentials and certificates for the API server. If it is `None`, requests
+    /// to an `api_url` have no credentials, and without an `api_url` the service account of this
+    /// pod is used.
     pub kubeconfig: Option<PathBuf>,
     /// The prefix of the names of annotations.
     pub prefix: Prefix,
@@ -36,13 +38,13 @@ impl KubeOptions {
     }
 }
 
-/// The identity of the node on which a daemon runs.
+/// How a daemon knows the node on which it runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NodeIdentity {
-    /// By the node's name.
+    /// The name of the node.
     Node(String),
-    /// By its own pod, which has the node's name.
+    /// The pod of the daemon. The name of the node is read from it.
     Pod {
         /// The pod's namespace.
         namespace: String,
