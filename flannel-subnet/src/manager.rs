@@ -10,6 +10,7 @@ mod fallback;
 mod hold;
 mod holding;
 mod lease_list;
+mod progress;
 
 use std::net::IpAddr;
 use std::path::PathBuf;

@@ -363,13 +363,13 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
             .map(parse_lease)
             .collect::<Result<_, _>>()?,
         config: common.config.map(|(location, text)| ConfigText { location, text }),
-        own: common.own.map(parse_own).transpose()?,
+        own: common.own.as_ref().map(parse_own).transpose()?,
         own_end: common.own_end,
         lost: common.lost.as_deref().map(parse_key).transpose()?,
     })
 }
 
-fn parse_own(own: OwnLease) -> Result<(Lease, HolderId), String> {
+fn parse_own(own: &OwnLease) -> Result<(Lease, HolderId), String> {
     let lease = parse_lease(&own.lease)?;
     let expires = own.expires.map(time).transpose()?;
     let holder = own.holder.parse().map_err(|error: HolderIdError| error.to_string())?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use flannel_core::backoff::Backoff;
 use flannel_core::error::holder;
-use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, View};
 use flannel_core::runtime::{lock, or_never};
 use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, Lease, Result, Subnets};
@@ -16,116 +16,8 @@ use tokio::sync::watch;
 use super::LocalManager;
 use super::holding::{HeldLease, LeaseTerm, OwnLease};
 use super::lease_list::as_stored;
+use super::progress::{Difference, Progress, Work};
 use crate::registry::{Entry, Registry};
-
-/// A difference between our key in the view and the held lease.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Difference {
-    /// The store had no such key at this revision of the store. It may have had one between two
-    /// revisions, so each is evaluated.
-    Gone(Revision),
-    /// The key has this revision.
-    At(Revision),
-}
-
-/// Work on the held lease.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Work {
-    /// Renew the lease, or check it if it is a reservation. It is also the next attempt after a
-    /// failure.
-    Renew,
-    /// Read our key and evaluate it.
-    Check,
-    /// Delete the other leases of this node.
-    Sweep,
-}
-
-/// What one call of [`LocalManager::hold`] knows about the work on its lease.
-struct Progress {
-    /// The lease comes from the cache, and the store has not answered since.
-    is_cached: bool,
-    /// The difference that was evaluated last.
-    evaluated: Option<Difference>,
-    /// The time of the next attempt after a failure, in boot time. All work waits for it.
-    next_attempt: Option<Duration>,
-    backoff: Backoff,
-    /// The log has a line that the lease was not renewed in time.
-    is_lapse_logged: bool,
-    /// The log has a line that the store refuses the renewal.
-    is_refusal_logged: bool,
-    /// The leases that were searched for other leases of this node.
-    searched: LeaseSet,
-    /// This node may have another lease.
-    may_have_stray: bool,
-}
-
-impl Progress {
-    fn new(is_cached: bool) -> Self {
-        Self {
-            is_cached,
-            evaluated: None,
-            next_attempt: None,
-            backoff: Backoff::new(Duration::from_secs(1), Duration::from_secs(60)),
-            is_lapse_logged: false,
-            is_refusal_logged: false,
-            searched: LeaseSet::default(),
-            may_have_stray: false,
-        }
-    }
-
-    /// The work to do at the boot time `now`, or `None` to wait.
-    fn work(
-        &self,
-        difference: Option<Difference>,
-        renewal: Option<Duration>,
-        now: Duration,
-    ) -> Option<Work> {
-        if self.next_attempt.or(renewal).is_some_and(|time| time <= now) {
-            Some(Work::Renew)
-        } else if self.next_attempt.is_some() {
-            None
-        } else if difference.is_some() && difference != self.evaluated {
-            Some(Work::Check)
-        } else if self.may_have_stray {
-            Some(Work::Sweep)
-        } else {
-            None
-        }
-    }
-
-    /// Notes work that succeeded.
-    fn note_success(&mut self, subnets: Subnets, evaluated: Option<Difference>) {
-        self.evaluated = evaluated;
-        self.next_attempt = None;
-        self.is_refusal_logged = false;
-        self.backoff.reset();
-        if std::mem::take(&mut self.is_lapse_logged) {
-            tracing::info!(
-                %subnets,
-                "the store confirms that this node owns the subnets again"
-            );
-        }
-    }
-
-    /// Logs work that failed. The reflector logs an outage.
-    fn log_failure(&mut self, subnets: Subnets, error: &Error, has_lapsed: bool) {
-        tracing::debug!(%subnets, %error, "the lease cannot be renewed or checked yet");
-        if matches!(error, Error::Refused { .. })
-            && !std::mem::replace(&mut self.is_refusal_logged, true)
-        {
-            tracing::warn!(
-                %subnets, %error,
-                "the lease cannot be renewed, retrying"
-            );
-        }
-        if has_lapsed && !std::mem::replace(&mut self.is_lapse_logged, true) {
-            tracing::warn!(
-                %subnets, %error,
-                "the lease was not renewed in time, this node no longer owns the subnets"
-            );
-        }
-    }
-}
 
 impl LocalManager {
     /// Renews and watches the lease, and evaluates differences, until the lease ends.

@@ -16,7 +16,7 @@ use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, SubnetManager, Subnets};
 use flannel_subnet::{
     Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, HolderId, Identity, LeaseGrant,
-    LocalManager, Reflector, Registry, Skipped,
+    LocalManager, Reflector, Registry,
 };
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
