@@ -16,7 +16,7 @@ fn put(fixture: &Fixture, n: u8) {
         .put_node(&format!("n{n}"), peer(&cidr, &format!("192.0.2.{n}"), "0a:00:00:00:00:02"));
 }
 
-/// The number of requested lists or pages, without those that only ask for the version.
+/// The number of requested lists or pages, without requests that only ask for the version.
 fn lists(fixture: &Fixture) -> usize {
     let all = fixture.server.count("GET /api/v1/nodes?");
     all - fixture.server.count("watch=") - versions(fixture)
@@ -80,7 +80,7 @@ async fn the_last_events_of_a_watch_are_published() {
     assert_eq!(lists(&fixture), 1, "nothing was listed again");
 }
 
-/// The last watch is open and its events are published.
+/// Waits until the last watch is open and its events are published.
 async fn watches(
     fixture: &Fixture,
     views: &tokio::sync::watch::Receiver<flannel_core::lease::View>,
@@ -90,6 +90,7 @@ async fn watches(
     sees(views, n).await;
 }
 
+/// Waits until a view has the lease of the node `n`.
 async fn sees(views: &tokio::sync::watch::Receiver<flannel_core::lease::View>, n: u8) {
     until(|| {
         views
@@ -370,7 +371,7 @@ async fn a_broken_or_late_page_causes_another_list() {
         (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
     });
     fixture.server.fill(many);
-    // Without a node of its own its list has pages.
+    // Without a node of its own, a manager's list has pages.
     let follow = async || {
         fixture.server.put_node("me", crate::fixture::blank(&["10.1.254.0/24"]));
         let manager = fixture.manager("me").await;

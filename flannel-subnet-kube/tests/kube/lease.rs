@@ -168,7 +168,7 @@ async fn a_wrong_overwrite_is_reported_and_does_not_prevent_repairs() {
     }
 }
 
-/// For a node without annotations it is refused; see wrong.rs.
+/// For a node without annotations it is refused. See wrong.rs.
 #[tokio::test]
 async fn a_wrong_overwrite_does_not_delay_a_later_start() {
     let fixture = Fixture::new(V4);
@@ -454,7 +454,7 @@ async fn in_dual_stack_go_flannel_notices_a_change_of_one_family() {
             held = manager.publish(&held, &wanted).await.unwrap();
             let after = annotations(&fixture, "me");
             assert!(go_notices(&before, &after), "{before} {after}");
-            // All readers get the same: our nodes, Go's, and one that takes over this node.
+            // All readers get the same values: our nodes, Go's nodes, and a node that takes over.
             assert_eq!(held.attrs, wanted);
             until(|| {
                 views.borrow().leases.get(&held.subnets).is_some_and(|lease| lease.attrs == wanted)

@@ -162,7 +162,7 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
     let first = fixture.node(0);
     let lease = first.acquire_lease(&attrs(1)).await.unwrap();
     let subnets = lease.subnets;
-    // It has no state directory, and a new holder ID at each start.
+    // The second host has no state directory, and a new holder ID at each start.
     let second = async |holder| {
         let manager = fixture.manager(holder, None, 0);
         assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().subnets, subnets);
@@ -266,9 +266,9 @@ async fn a_reservation_that_another_host_with_our_address_took_stays_with_it() {
 }
 
 async fn live(views: &mut watch::Receiver<View>, leases: usize) {
-    let good =
+    let is_live =
         |view: &View| matches!(view.origin, Origin::Live { .. }) && view.leases.len() == leases;
-    timeout(MINUTE, views.wait_for(good)).await.expect("within a minute").unwrap();
+    timeout(MINUTE, views.wait_for(is_live)).await.expect("within a minute").unwrap();
 }
 
 #[tokio::test(start_paused = true)]
@@ -657,7 +657,7 @@ async fn a_lease_from_the_cache_that_another_node_took_ends_when_the_store_answe
     assert_ne!(next.acquire_lease(&attrs(1)).await.unwrap().subnets, held.subnets);
 }
 
-/// Nobody took them.
+/// No other node took the subnets.
 #[tokio::test(start_paused = true)]
 async fn an_expired_lease_from_the_cache_is_acquired_again_if_it_is_free() {
     let fixture = Fixture::new();

@@ -72,6 +72,7 @@ impl Net {
         names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
+    /// Starts to follow, and waits for the first list.
     async fn following(&self) -> (Reflector, watch::Receiver<View>) {
         let reflector = Reflector::start(Arc::new(self.reopen().await));
         let mut views = reflector.views();
@@ -253,7 +254,7 @@ async fn a_replaced_root_is_read_again() {
     wait(&mut views, |view| view.leases.len() == 2).await;
 }
 
-/// As a directory that is not mounted.
+/// For example, the directory is not mounted.
 #[tokio::test]
 async fn a_missing_directory_is_not_a_store_without_leases() {
     let net = Net::new().await;

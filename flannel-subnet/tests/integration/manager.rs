@@ -122,7 +122,8 @@ async fn a_new_node_gets_a_subnet_and_keeps_it_over_restarts() {
     let subnet = first.subnets.family(Family::V4).unwrap();
     assert!(subnet.len() == 24 && subnet.to_string().starts_with("10.1."), "{subnet}");
     assert!(first.expires.is_some());
-    // By holder ID, even with another address; by address, even with another holder ID.
+    // It is found by holder ID even with another address, and by address even with another holder
+    // ID.
     let by_holder = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
     assert_eq!(by_holder.subnets, first.subnets);
     let by_address = node(&registry, 2).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
