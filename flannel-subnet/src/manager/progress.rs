@@ -28,7 +28,7 @@ pub(super) enum Work {
     Sweep,
 }
 
-/// What one call of [`LocalManager::hold`] knows about the work on its lease.
+/// What one call of `LocalManager::hold` knows about the work on its lease.
 pub(super) struct Progress {
     /// The lease comes from the cache, and the store has not answered since.
     pub(super) is_cached: bool,
