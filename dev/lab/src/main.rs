@@ -2,7 +2,7 @@
 
 mod cli;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::future::poll_fn;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
@@ -42,10 +42,7 @@ fn main() -> ExitCode {
         },
         // For tests: `lab udp-process VERSION SOCKET`, a data plane that has another version.
         Some("udp-process") => match &rest[1..] {
-            [version, socket] => {
-                let Err(error) = flannel_udp::serve(socket.as_ref(), &version.to_string_lossy());
-                failed(&error)
-            }
+            [version, socket] => udp_process(version, socket),
             _ => failed(&"udp-process: expected a version and a socket"),
         },
         _ => match Options::try_parse() {
@@ -153,6 +150,15 @@ fn print_error(text: &str) {
 fn print(text: &str) {
     // A closed stdout, as with `head`, is no error.
     let _ = Terminal::of_stdout().print(text);
+}
+
+/// A data plane of the backend `udp` with another version, until it is told to end.
+fn udp_process(version: &OsStr, socket: &OsStr) -> ExitCode {
+    match flannel_udp::serve(socket.as_ref(), &version.to_string_lossy()) {
+        Ok(flannel_udp::Ended::Done) => ExitCode::SUCCESS,
+        Ok(flannel_udp::Ended::Failed) => ExitCode::FAILURE,
+        Err(error) => failed(&error),
+    }
 }
 
 fn failed(error: &dyn std::fmt::Display) -> ExitCode {
