@@ -83,7 +83,7 @@ impl fmt::Debug for FailureCallback {
 #[derive(Debug)]
 pub(crate) struct HandedOver {
     pub(crate) options: Options,
-    /// The descriptors: the lock of the device, the guards of its port, and those of the lanes.
+    /// The descriptors of the lock of the device, of the guards of its port, and of the lanes.
     pub(crate) fds: Vec<OwnedFd>,
     /// The number of descriptors that keep the port.
     pub(crate) guards: usize,
@@ -262,10 +262,12 @@ impl Forwarder {
         self.spawn("receive", move || {
             let Some(socket) = &lane.receive[family] else { return Ok(()) };
             let wire = Port::new(socket, stop.as_fd());
-            let check = match checks_source {
-                true if counts_only => SourceCheck::Count(&shared.learned),
-                true => SourceCheck::Drop(&shared.learned),
-                false => SourceCheck::Off,
+            let check = if !checks_source {
+                SourceCheck::Off
+            } else if counts_only {
+                SourceCheck::Count(&shared.learned)
+            } else {
+                SourceCheck::Drop(&shared.learned)
             };
             let counters = &shared.saved.counters;
             let mut receiver = Receiver::new(&lane.queue, wire, own, counters, check);

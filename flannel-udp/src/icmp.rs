@@ -144,7 +144,7 @@ mod tests {
             assert_eq!((ip.src, ip.dst, ip.total), (own, peer, request.len()));
             let pseudo = if ip.is_v6 { pseudo_sum(&request, true, ICMP_V6, 16) } else { 0 };
             assert_eq!(checksum::add(checksum::sum(&request[ip.len..]), pseudo), 0xffff);
-            assert_eq!(echo_number(&request, &ip, peer), None, "a request is no answer");
+            assert_eq!(echo_number(&request, &ip, peer), None, "a request is not an answer");
             // As the kernel of a peer answers.
             let mut answer = echo_request(peer, own, number).unwrap();
             answer[ip.len] = kind;

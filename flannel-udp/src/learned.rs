@@ -127,7 +127,7 @@ impl Learned {
         Checked { source, request: number }
     }
 
-    /// Forgets nodes that are no peers any more.
+    /// Forgets nodes that are not peers any more.
     pub(crate) fn retain(&self, table: &Table) {
         self.entries().retain(|subnet, entry| {
             table.get(subnet.address).is_some_and(|peer| peer.address == entry.public)

@@ -180,8 +180,10 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             decrement_ttl(packet, &ip);
             let range = start..start + ip.total;
             // Only nodes, and not their ports, so that strangers do not fill the memory.
-            let own = || is_of_node.then(|| SocketAddr::new(from.ip(), 0));
-            let node = peer.map(|peer| peer.address).or_else(own);
+            let node = match peer {
+                Some(peer) => Some(peer.address),
+                None => is_of_node.then(|| SocketAddr::new(from.ip(), 0)),
+            };
             if !node.is_some_and(|node| self.write_unsegmented(range.clone(), &ip, node)) {
                 self.packets.push(Packet { range, ip });
             }

@@ -347,7 +347,7 @@ mod tests {
         }
     }
 
-    /// A route or a policy for one node is no reason to do without for others.
+    /// A route or a policy for one node must not slow down packets to others.
     #[test]
     fn a_refusal_concerns_one_node() {
         let bytes = vec![7; 10_000];
