@@ -168,7 +168,7 @@ mod tests {
             let now = begin + Duration::from_secs(seconds);
             traffic(&status, &mut drops, now).unwrap().problems
         };
-        // Those of an earlier daemon, and those of a moment.
+        // Drops of an earlier daemon, and drops of a moment.
         for (seconds, count) in [(0, 7), (1, 7), (2, 8), (3, 9), (300, 9), (313, 9), (700, 10)] {
             assert_eq!(look(seconds, count), [], "{seconds}");
         }

@@ -4,7 +4,6 @@ mod mac;
 mod options;
 mod plan;
 
-
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{

@@ -148,7 +148,7 @@ fn print_error(text: &str) {
 }
 
 fn print(text: &str) {
-    // A closed stdout, as with `head`, is no error.
+    // A closed stdout, as with `head`, is not an error.
     let _ = Terminal::of_stdout().print(text);
 }
 
@@ -193,7 +193,8 @@ impl Signals {
         let streams = kinds.map(|kind| Ok((kind, signal(SignalKind::from_raw(kind as i32))?)));
         let mut streams = streams.into_iter().collect::<io::Result<Vec<_>>>().map_err(failed)?;
         drop(guard);
-        let (interrupter, received) = (self.interrupter.clone(), self.received.clone());
+        let interrupter = self.interrupter.clone();
+        let received = self.received.clone();
         std::thread::spawn(move || {
             let first = poll_fn(|context| {
                 let ready =
