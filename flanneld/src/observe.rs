@@ -5,6 +5,7 @@
 
 mod running;
 mod snapshot;
+mod trials;
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -19,12 +20,13 @@ use flannel_core::subnet::Ownership;
 use flannel_core::{Config, Error as CoreError, SubnetManager, Subnets};
 use flannel_doctor::paths::Paths;
 use flannel_firewall::LegacyMemory;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::watch;
 
 use crate::error::Error;
 use running::CountersRead;
 pub(crate) use running::{Rulebook, Running};
 pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
+use trials::Trials;
 
 /// Sets a log filter, or returns the reason why it cannot; `None`: the filter of the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
@@ -51,16 +53,9 @@ struct Shared {
     started: SystemTime,
     set_log: Option<Box<SetLog>>,
     /// The configs that the network that runs is asked about.
-    trials: mpsc::Sender<Trial>,
-    asked: tokio::sync::Mutex<mpsc::Receiver<Trial>>,
+    trials: Trials,
     /// Cached, because a status may be requested every second.
     legacy: LegacyMemory,
-}
-
-/// A config, and the place for the answer: whether a network can be built from it here.
-struct Trial {
-    config: Config,
-    answer: oneshot::Sender<Result<(), String>>,
 }
 
 #[derive(Default)]
@@ -91,12 +86,15 @@ impl fmt::Debug for Observer {
 impl Observer {
     /// The source of a daemon that starts now. `set_log` sets its log filter; `None`: it is fixed.
     pub(crate) fn new(set_log: Option<Box<SetLog>>) -> Self {
-        let phase = watch::channel(()).0;
-        let legacy = LegacyMemory::new(LEGACY);
-        let (known, reloads, started) = (Mutex::default(), watch::channel(()).0, SystemTime::now());
-        let (trials, asked) = mpsc::channel(1);
-        let asked = tokio::sync::Mutex::new(asked);
-        Self(Arc::new(Shared { known, phase, reloads, started, set_log, trials, asked, legacy }))
+        Self(Arc::new(Shared {
+            known: Mutex::default(),
+            phase: watch::channel(()).0,
+            reloads: watch::channel(()).0,
+            started: SystemTime::now(),
+            set_log,
+            trials: Trials::default(),
+            legacy: LegacyMemory::new(LEGACY),
+        }))
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -249,13 +247,10 @@ impl Observer {
     }
 
     /// Asks the network that runs whether another one can be built from `config`. Returns the
-    /// obstacle as an error; `None`: no network runs, so nothing can be asked.
+    /// obstacle as an error; `None` if no network runs, so nothing can be asked.
     pub(crate) async fn try_config(&self, config: Config) -> Option<Result<(), String>> {
         self.known().running.as_ref()?;
-        let (answer, answered) = oneshot::channel();
-        self.0.trials.send(Trial { config, answer }).await.ok()?;
-        // The network may end before it answers.
-        answered.await.ok()
+        self.0.trials.ask(config).await
     }
 
     /// Answers [`Self::try_config`] by `check`, until the future is dropped.
@@ -263,17 +258,7 @@ impl Observer {
         &self,
         check: impl AsyncFn(&Config) -> Result<(), Error>,
     ) -> Infallible {
-        let mut asked = self.0.asked.lock().await;
-        // The sender lives as long as the observer.
-        while let Some(Trial { config, answer }) = asked.recv().await {
-            // Clients that are gone need no answer.
-            if answer.is_closed() {
-                continue;
-            }
-            let result = check(&config).await.map_err(|error| error.to_string());
-            drop(answer.send(result));
-        }
-        std::future::pending().await
+        self.0.trials.answer(check).await
     }
 
     /// Reads the network config and changed certificates again, and resets the log filter. The task
@@ -529,7 +514,7 @@ pub(crate) mod tests {
         // A network that does not run accepts requests and answers none.
         let busy = host
             .join(
-                flannel_backends::all().find("host-gw").unwrap(),
+                &**flannel_backends::all().find("host-gw").unwrap(),
                 &running.config,
                 JoinOptions::default(),
             )

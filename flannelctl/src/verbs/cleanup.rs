@@ -8,14 +8,14 @@ use std::sync::Arc;
 
 use flannel_api::{Client, VERSION};
 use flannel_core::object::LinkName;
-use flannel_core::{Backend, Config, Kernel, Subnet};
+use flannel_core::{Config, Kernel, Subnet};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_options::printable::line;
 use flannel_options::state_dir;
 use flannel_route::annex::WithAnnexes;
-use flannel_route::moving::{Member, NodeBackends};
+use flannel_route::moving::{BackendUse, NodeBackends};
 use flannel_route::{Cleanup, cleanup as remove, ready_for_go, remove_former};
 use flannel_subnet::Cache;
 use serde_json::json;
@@ -64,8 +64,9 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
     let work = if flags.for_go { ready_for_go } else { remove };
     let report = {
         // Also those of backends that the config named before.
-        let annexes = |backend: &dyn Backend| backend.annexes(Some(&global.state_dir));
-        let annexes: Vec<_> = backends.iter().flat_map(annexes).collect();
+        let state_dir = Some(global.state_dir.as_path());
+        let annexes: Vec<_> =
+            backends.iter().flat_map(|backend| backend.annexes(state_dir)).collect();
         let mut footprint = footprint.clone();
         if !flags.for_go {
             footprint.annexes.extend(annexes.iter().map(|annex| annex.name()));
@@ -136,7 +137,7 @@ fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
 fn moved(state_dir: &Path, config: &Config) -> Vec<Config> {
     let text = state_dir::read(&state_dir::backends(state_dir)).ok().flatten();
     let backends = text.and_then(|text| NodeBackends::parse(&text).ok()).unwrap_or_default();
-    let with = |member: &Member| Config { backend: member.backend.clone(), ..config.clone() };
+    let with = |usage: &BackendUse| Config { backend: usage.backend.clone(), ..config.clone() };
     backends.iter().map(with).collect()
 }
 
