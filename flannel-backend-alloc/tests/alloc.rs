@@ -24,7 +24,7 @@ async fn every_lease_is_accepted_and_nothing_is_installed() {
     let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
     let config = subnets.network_config().await.unwrap();
     assert_eq!(Alloc.footprint(&config, None).unwrap(), Footprint::default());
-    let network = host.join(&Alloc, &config, JoinOptions::default()).await.unwrap();
+    let network = host.join(&Alloc, &config, JoinOptions::default()).await.unwrap().network;
     let handle = network.handle();
     assert_eq!((handle.mtu, handle.lease.attrs.preferred.kind.as_ref()), (1500, ""));
 

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use crate::commands::{Annexes, Limits, Names, Of, Task};
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
-use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object};
@@ -88,12 +88,11 @@ impl Backend for Extension {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
         let options = Options::parse(config)?;
         let data = self.output_of_pre_startup(&options).await?;
         let public = node.uplink.address;
         let data = Dual { v4: data.map(|text| json(&text).into()), v6: None };
-        let offer = Offer { public, kind: NAME.into(), data };
+        let offer = Offer { public, data, ..Offer::default() };
         let footprint = self.footprint(config, Some(node.uplink.name))?;
         let mtu = node.uplink.mtu;
         let networks: Dual<Subnet> = config.pod_networks().collect();
@@ -108,11 +107,11 @@ impl Backend for Extension {
                 }
                 Ok(())
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(NAME), footprint);
+            blueprint.footprint = footprint;
             if let Some(task) = of_node {
                 blueprint.base.insert(record(&own, &task));
             }
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }

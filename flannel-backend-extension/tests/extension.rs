@@ -135,7 +135,7 @@ async fn start(state: &Path, subnets: &FakeSubnets) -> Running {
     let host = Host::new(uplink(), Arc::new(kernel), Arc::new(subnets.clone()));
     let host = host.with_state_dir(state);
     let config = subnets.network_config().await.unwrap();
-    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
+    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap().network;
     let (handle, annex) = (network.handle(), backend.annexes(Some(state)).remove(0));
     let views = subnets.watch_leases().await.unwrap();
     let task = tokio::spawn(async move { drop(network.run(views).await) });

@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 use flannel_core::address::Dual;
-use flannel_core::backend::{Blueprint, Built, Datapath, Env, ExternalInterface, Node, Prepared};
+use flannel_core::backend::{Blueprint, Datapath, Env, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object, Route, Via};
@@ -58,13 +58,11 @@ impl Backend for HostGw {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
         node.may_change(Vec::new()).await?;
         let offer = Offer {
             public: Dual::from_fn(|family| {
                 node.uplink.address[family].filter(|_| config.networks[family].is_some())
             }),
-            kind: TYPE.into(),
             ..Offer::default()
         };
         let (uplink, mtu) = (node.uplink.name, node.uplink.mtu);
@@ -73,8 +71,8 @@ impl Backend for HostGw {
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan(uplink, subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(TYPE), footprint);
-            Ok(Built::Kernel(blueprint))
+            blueprint.footprint = footprint;
+            Ok(blueprint)
         }))
     }
 }

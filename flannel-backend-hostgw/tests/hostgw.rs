@@ -13,7 +13,7 @@ use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::Change;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Backend, Kernel, Subnet, SubnetManager};
-use flannel_route::{Host, JoinOptions};
+use flannel_route::{EngineOptions, Host, JoinOptions};
 
 const DUAL: &str = r#"{
     "Network": "10.1.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:1::/48",
@@ -56,7 +56,8 @@ async fn a_route_for_every_peer_on_the_link() {
     let network = host(&kernel, &subnets)
         .join(&HostGw, &subnets.network_config().await.unwrap(), JoinOptions::default())
         .await
-        .unwrap();
+        .unwrap()
+        .network;
     let handle = network.handle();
     assert_eq!(handle.mtu, 1500);
     assert_eq!(
@@ -109,8 +110,10 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_if_the_option_is_set() 
     let dropped =
         || kernel.dump().into_iter().filter(|line| line.contains("blackhole")).collect::<Vec<_>>();
     for wanted in [true, false] {
-        let options = JoinOptions { drop_unused_addresses: wanted, ..JoinOptions::default() };
-        let network = host(&kernel, &subnets).join(&HostGw, &config, options).await.unwrap();
+        let engine = EngineOptions::default().with_drop_unused_addresses(wanted);
+        let options = JoinOptions::default().with_engine(engine);
+        let network =
+            host(&kernel, &subnets).join(&HostGw, &config, options).await.unwrap().network;
         let (handle, views) = (network.handle(), subnets.watch_leases().await.unwrap());
         let task = tokio::spawn(network.run(views));
         let mut status = handle.status.clone();
@@ -170,7 +173,7 @@ async fn a_config_that_requires_encryption_makes_no_route_to_a_peer() {
     for required in [false, true, false] {
         let text = DUAL.replacen('{', &format!(r#"{{"RequireEncryption":{required},"#), 1);
         let config = flannel_core::Config::parse(&text).unwrap();
-        let network = host.join(&HostGw, &config, JoinOptions::default()).await.unwrap();
+        let network = host.join(&HostGw, &config, JoinOptions::default()).await.unwrap().network;
         let mut status = network.handle().status;
         let task = tokio::spawn(network.run(subnets.watch_leases().await.unwrap()));
         let now = status.wait_for(|status| status.in_sync).await.unwrap().clone();

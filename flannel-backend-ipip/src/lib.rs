@@ -5,8 +5,7 @@ use std::net::IpAddr;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, Env, ExternalInterface, Inlet, LocalEnd, Node, Prepared,
-    underlay_mtu,
+    Blueprint, Datapath, Env, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
 };
 use flannel_core::json::FieldError;
 use flannel_core::kernel::Footprint;
@@ -68,7 +67,6 @@ impl Backend for Ipip {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
         let (uplink, addresses) = (node.uplink.name, node.uplink.address);
         let mtu = node.uplink.mtu - OVERHEAD;
         let Some(IpAddr::V4(local)) = addresses.v4 else {
@@ -78,7 +76,7 @@ impl Backend for Ipip {
         let link = Link { name: device(), mtu, up: true, kind };
         node.may_change(vec![link.clone()]).await?;
         let public = Dual { v4: node.uplink.public.v4, v6: None };
-        let offer = Offer { public, kind: TYPE.into(), ..Offer::default() };
+        let offer = Offer { public, ..Offer::default() };
         let direct = direct_routing(config)?.then_some(uplink);
         let footprint = self.footprint(config, Some(uplink))?;
         Ok(Prepared::new(offer, move |lease| {
@@ -87,9 +85,9 @@ impl Backend for Ipip {
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(TYPE), footprint);
+            blueprint.footprint = footprint;
             blueprint.base = lease.tunnel(&Dual { v4: Some(link), v6: None });
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }

@@ -56,8 +56,11 @@ async fn a_route_for_every_peer_through_the_tunnel_or_without_it() {
         // The address of the tunnel of this node.
         subnets.put_attrs("10.1.9.0-24", peer("192.0.2.1"));
         let config = subnets.network_config().await.unwrap();
-        let network =
-            host(&kernel, &subnets).join(&Ipip, &config, JoinOptions::default()).await.unwrap();
+        let network = host(&kernel, &subnets)
+            .join(&Ipip, &config, JoinOptions::default())
+            .await
+            .unwrap()
+            .network;
         let handle = network.handle();
         assert_eq!(handle.mtu, 1480);
         assert_eq!(
@@ -108,7 +111,7 @@ async fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
     subnets.put_attrs("10.1.7.0-24", peer("192.0.2.7"));
     let config = subnets.network_config().await.unwrap();
     let host = host(&kernel, &subnets);
-    let network = host.join(&Ipip, &config, JoinOptions::default()).await.unwrap();
+    let network = host.join(&Ipip, &config, JoinOptions::default()).await.unwrap().network;
     let (own, mut status) = (network.handle().lease.subnets.to_string(), network.handle().status);
     let task = tokio::spawn(network.run(subnets.watch_leases().await.unwrap()));
     status.wait_for(|status| status.in_sync).await.unwrap();

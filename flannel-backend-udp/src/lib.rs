@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family, Subnet};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, SourceCheck,
+    Blueprint, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, SourceCheck,
     underlay_mtu,
 };
 use flannel_core::kernel::{Annex, Footprint};
@@ -121,7 +121,6 @@ impl Backend for UdpBackend {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
         let (options, uplink) = (options(config)?, node.uplink);
         let enabled = config.networks.map(|_, pods| pods.network);
         let mtu = enabled.iter().map(|(family, _)| uplink.mtu - overhead(family)).min();
@@ -149,7 +148,7 @@ impl Backend for UdpBackend {
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(""), footprint);
+            blueprint.footprint = footprint;
             blueprint.path = if by_kernel { "the kernel" } else { "a process" };
             blueprint.base = lease.tunnel(&enabled.map(|_, _| link.clone()));
             if !by_kernel {
@@ -158,7 +157,7 @@ impl Backend for UdpBackend {
                 let first = own.iter().next().expect("a lease has a subnet");
                 blueprint.base.insert(annex::node_record(first, &plane));
             }
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }

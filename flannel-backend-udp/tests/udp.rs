@@ -53,7 +53,7 @@ async fn path(
     let host = Host::new(uplink, Arc::new(kernel), Arc::new(subnets));
     let backend = Guarded::new(UdpBackend::new(), "guard-udp", Usual::Always);
     match host.join(&backend, &config, JoinOptions::default()).await {
-        Ok(network) => Ok(network.handle().path),
+        Ok(joined) => Ok(joined.network.handle().path),
         // Only root may open it on some hosts.
         Err(error) if error.to_string().contains("/dev/net/tun") => Ok("a process"),
         Err(error) => Err(error.to_string()),
@@ -89,7 +89,7 @@ async fn a_process_moves_the_packets_that_no_guard_checks() {
         let host =
             Host::new(uplink(), Arc::new(FakeKernel::with_uplink("eth0")), Arc::new(subnets));
         let path = match host.join(&UdpBackend::new(), &config, JoinOptions::default()).await {
-            Ok(network) => network.handle().path,
+            Ok(joined) => joined.network.handle().path,
             Err(error) if error.to_string().contains("/dev/net/tun") => "a process",
             Err(error) => panic!("{error}"),
         };
@@ -131,7 +131,7 @@ async fn routes() {
     let host = Host::new(uplink(), Arc::new(kernel.clone()), Arc::new(subnets.clone()))
         .with_state_dir(state.path().to_owned());
     let backend = UdpBackend::new();
-    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
+    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap().network;
     let mut status = network.handle().status;
     tokio::select! {
         ended = network.run(subnets.watch_leases().await.unwrap()) => panic!("{ended:?}"),

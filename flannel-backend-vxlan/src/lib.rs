@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
+    Blueprint, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
@@ -75,7 +75,6 @@ impl Backend for VxlanBackend {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
         let (options, uplink) = (options(config)?, node.uplink);
         let names = devices(config, &options)?;
         let underlay = underlay(config, &options, Some(uplink))?.unwrap_or(uplink.mtu);
@@ -97,8 +96,8 @@ impl Backend for VxlanBackend {
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
         let offer = Offer {
             public: uplink.public,
-            kind: plan::TYPE.into(),
             data: macs.map(|_, mac| plan::backend_data(options.vni, *mac).into()),
+            ..Offer::default()
         };
         let footprint = self.footprint(config, Some(uplink.name))?;
         let direct = options.direct_routing.then_some(uplink.name);
@@ -109,9 +108,9 @@ impl Backend for VxlanBackend {
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
+            blueprint.footprint = footprint;
             blueprint.base = lease.tunnel(&links);
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }

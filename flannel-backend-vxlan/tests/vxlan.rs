@@ -12,7 +12,7 @@ use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::{Link, MacAddr, Object, Vxlan};
 use flannel_core::subnet::Hints;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{Backend, Config, Result, SubnetManager};
+use flannel_core::{Backend, Config, Network, Result, SubnetManager};
 use flannel_route::{Host, JoinOptions};
 
 const DUAL: &str = r#"{
@@ -61,13 +61,10 @@ async fn dump(config: &str, prepare: impl FnOnce(&FakeKernel, &FakeSubnets)) -> 
     kernel.dump()
 }
 
-async fn register(
-    kernel: &FakeKernel,
-    subnets: &FakeSubnets,
-) -> Result<flannel_route::HostNetwork> {
-    host(kernel, subnets)
-        .join(&VxlanBackend, &subnets.network_config().await?, JoinOptions::default())
-        .await
+async fn register(kernel: &FakeKernel, subnets: &FakeSubnets) -> Result<Box<dyn Network>> {
+    let config = subnets.network_config().await?;
+    let joined = host(kernel, subnets).join(&VxlanBackend, &config, JoinOptions::default()).await?;
+    Ok(joined.network)
 }
 
 fn without_macs(dump: &[String]) -> Vec<String> {

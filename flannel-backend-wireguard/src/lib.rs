@@ -7,7 +7,7 @@ mod plan;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
+    Blueprint, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
@@ -85,7 +85,6 @@ impl Backend for WireguardBackend {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
         let (options, uplink) = (options(config)?, node.uplink);
         let overhead = overheads(config, options.mode);
         let underlay = underlay_mtu(options.mtu, Some(uplink), &overhead).map_err(refuse)?;
@@ -107,7 +106,7 @@ impl Backend for WireguardBackend {
         node.may_change(links.values().cloned().collect()).await?;
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
         let data = ports.map(|_, port| plan::backend_data(keys.public, *port));
-        let offer = Offer { public: uplink.public, kind: plan::TYPE.into(), data };
+        let offer = Offer { public: uplink.public, data, ..Offer::default() };
         let footprint = self.footprint(config, Some(uplink.name))?;
         let networks = config.networks.map(|_, pods| pods.network);
         let (addresses, public) = (uplink.address, uplink.public);
@@ -118,13 +117,13 @@ impl Backend for WireguardBackend {
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
+            blueprint.footprint = footprint;
             blueprint.handshakes = true;
             blueprint.base = lease.tunnel(&links);
             let to = |link, dst| Route { dst, via: Via::Link(link), mtu: None };
             let route = |(family, link): (_, &_)| Some(to(*link, networks[family]?));
             blueprint.base.extend(devices.iter().filter_map(route));
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }

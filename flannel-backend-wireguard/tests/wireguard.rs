@@ -66,7 +66,8 @@ const KEYS: [&str; 2] = [
 async fn run(kernel: &FakeKernel, subnets: &FakeSubnets) -> (String, Vec<String>, Vec<String>) {
     let config = subnets.network_config().await.unwrap();
     let host = host(kernel, subnets).await;
-    let network = host.join(&WireguardBackend, &config, JoinOptions::default()).await.unwrap();
+    let network =
+        host.join(&WireguardBackend, &config, JoinOptions::default()).await.unwrap().network;
     let handle = network.handle();
     let mut status = handle.status.clone();
     let views = subnets.watch_leases().await.unwrap();
@@ -209,19 +210,19 @@ async fn another_key_is_in_the_kernel_before_it_is_published() {
     let mut old = LeaseAttrs { others: [].into(), ..old };
     old.preferred.data.v6 = None;
     let join = async |published: Option<LeaseAttrs>| {
-        let options = JoinOptions { published, ..JoinOptions::default() };
+        let options = JoinOptions::default().with_published(published);
         host.join(&WireguardBackend, &config, options).await.unwrap()
     };
-    let network = join(Some(old.clone())).await;
-    assert!(network.withholds_offers());
-    assert_eq!(network.handle().lease.attrs, old);
+    let joined = join(Some(old.clone())).await;
+    assert!(joined.withholds_offers);
+    assert_eq!(joined.network.handle().lease.attrs, old);
     let again = join(None).await;
-    let new = again.handle().lease.attrs;
-    assert!(!again.withholds_offers() && new.to_json().contains(PUBLIC), "{new:?}");
+    let new = again.network.handle().lease.attrs;
+    assert!(!again.withholds_offers && new.to_json().contains(PUBLIC), "{new:?}");
     // The same offers, or those of another backend, are published at once.
-    assert!(!join(Some(new)).await.withholds_offers());
+    assert!(!join(Some(new)).await.withholds_offers);
     old.preferred.kind = "vxlan".into();
-    assert!(!join(Some(old)).await.withholds_offers());
+    assert!(!join(Some(old)).await.withholds_offers);
 }
 
 /// Every node of a cluster writes leases.

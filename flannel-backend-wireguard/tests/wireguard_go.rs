@@ -61,7 +61,7 @@ impl Node {
     async fn lease(&self) -> (Subnets, LeaseAttrs) {
         let config = self.subnets.network_config().await.unwrap();
         let join = self.host.join(&WireguardBackend, &config, JoinOptions::default());
-        let lease = join.await.unwrap().handle().lease;
+        let lease = join.await.unwrap().network.handle().lease;
         (lease.subnets, lease.attrs)
     }
 
@@ -70,7 +70,7 @@ impl Node {
         self.subnets.put_attrs(&subnets.to_string(), attrs);
         let config = self.subnets.network_config().await.unwrap();
         let join = self.host.join(&WireguardBackend, &config, JoinOptions::default());
-        let network = join.await.unwrap();
+        let network = join.await.unwrap().network;
         let mut status = network.handle().status;
         let views = self.subnets.watch_leases().await.unwrap();
         tokio::select! {

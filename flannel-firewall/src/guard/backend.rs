@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Node, Plan, Prepared, SourceCheck,
+    Blueprint, Datapath, ExternalInterface, Node, Plan, Prepared, SourceCheck,
 };
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::object::{LinkKind, LinkName, Object};
@@ -179,19 +179,16 @@ impl<B: Backend> Backend for Guarded<B> {
         let ends = Dual::from_fn(end);
         let guard = self.guard.clone();
         let is_wanted = check != SourceCheck::Off;
-        Ok(Prepared::new(prepared.offer, move |lease| match (prepared.build)(lease)? {
-            Built::Kernel(mut blueprint) => {
-                blueprint.footprint.annexes.insert(guard.name());
-                let by_program = moves_by_program(&blueprint, &ends);
-                // A program checks the packets itself.
-                guard.note_unable(unguarded.clone().filter(|_| !by_program));
-                if is_wanted && unguarded.is_none() {
-                    let own = lease.lease().subnets;
-                    blueprint = guard_network(blueprint, &guard, &ends, by_program, own);
-                }
-                Ok(Built::Kernel(blueprint))
+        Ok(prepared.map_blueprint(move |mut blueprint, lease| {
+            blueprint.footprint.annexes.insert(guard.name());
+            let by_program = moves_by_program(&blueprint, &ends);
+            // A program checks the packets itself.
+            guard.note_unable(unguarded.clone().filter(|_| !by_program));
+            if is_wanted && unguarded.is_none() {
+                let own = lease.lease().subnets;
+                blueprint = guard_network(blueprint, &guard, &ends, by_program, own);
             }
-            built @ Built::Custom(_) => Ok(built),
+            blueprint
         }))
     }
 }

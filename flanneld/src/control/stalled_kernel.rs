@@ -180,7 +180,8 @@ async fn the_lease_is_renewed_and_health_is_answered_while_the_kernel_does_not_a
     let config = subnets.network_config().await.unwrap();
     let backends = flannel_backends::all();
     let backend = backends.find("host-gw").unwrap();
-    let network = host.join(&**backend, &config, JoinOptions::default()).await.unwrap();
+    let joined = host.join(&**backend, &config, JoinOptions::default()).await.unwrap();
+    let network = joined.network;
     let handle = network.handle();
     let views = subnets.watch_leases().await.unwrap();
 

@@ -16,7 +16,7 @@ use flannel_doctor::paths::Paths;
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
 use flannel_route::admission::Handshakes;
-use flannel_route::{Host, JoinOptions};
+use flannel_route::{EngineOptions, Host, JoinOptions};
 use tokio::sync::{OnceCell, watch};
 use tokio::time::sleep;
 
@@ -119,7 +119,7 @@ impl<'a> Starter<'a> {
         self.last = Some(LastNetwork {
             config: ready.config.clone(),
             iface: ready.uplink.iface.clone(),
-            own: ready.network.handle().lease.subnets,
+            own: ready.joined.network.handle().lease.subnets,
         });
         self.refusals.set(ready.refused.clone());
     }
@@ -180,9 +180,8 @@ impl<'a> Starter<'a> {
         let lapsed = hints.lapsed.is_some();
         let JoinPlan { options, paths, handshakes } = self.join_plan(&config, &backends, hints)?;
         let host = self.host(&uplink.iface);
-        let joined = host.join_prepared(prepared.members(), &backends.offers(), options).await;
-        let network = match joined {
-            Ok(network) => network,
+        let joined = match host.join_prepared(prepared.to_join(), options).await {
+            Ok(joined) => joined,
             Err(error) if refused.is_none() && self.goes_back(&config, &error) => {
                 self.refusals.set(Some(Refused { config, reason: error.to_string() }));
                 self.record.drop_unoffered(&*backends.target);
@@ -204,7 +203,7 @@ impl<'a> Starter<'a> {
             before,
             backends,
             record: Arc::clone(&self.record),
-            network,
+            joined,
             handshakes,
             paths,
             validator: validator.using(&uplink.iface, views.clone()),
@@ -260,14 +259,16 @@ impl<'a> Starter<'a> {
         let (handshakes, done) = watch::channel(Handshakes::default());
         // After a start, another key must be in the kernel before peers use it.
         let withholds = self.last.is_none() && !lapsed && backends.encrypts(settings);
-        let options = JoinOptions {
-            published: hints.last_published.filter(|_| withholds),
-            lapsed: hints.lapsed,
-            drop_unused_addresses: settings.ip_blackhole_route,
-            resync: Some(settings.kernel_resync),
-            path_mtus: paths.as_ref().filter(|_| uses_mtus).map(Paths::mtus),
-            handshakes: Some(done),
-        };
+        let engine = EngineOptions::default()
+            .with_drop_unused_addresses(settings.ip_blackhole_route)
+            .with_resync(settings.kernel_resync)
+            .with_path_mtus(paths.as_ref().filter(|_| uses_mtus).map(Paths::mtus))
+            .with_handshakes(done)
+            .with_process_names(self.kernel.clone());
+        let options = JoinOptions::default()
+            .with_published(hints.last_published.filter(|_| withholds))
+            .with_lapsed(hints.lapsed)
+            .with_engine(engine);
         Ok(JoinPlan { options, paths, handshakes })
     }
 
@@ -296,7 +297,6 @@ impl<'a> Starter<'a> {
             .with_machine_id(self.machine_id.clone())
             .with_secrets(Arc::new(secrets(self.settings)))
             .with_state_dir(&self.settings.state_dir)
-            .with_process_names(self.kernel.clone())
     }
 }
 

@@ -8,7 +8,7 @@ use flannel_core::kernel::Footprint;
 use flannel_core::object::{Key, LinkName};
 use flannel_core::status::{Failure, Status};
 use flannel_core::{Backend, Config};
-use flannel_route::PreparedMember;
+use flannel_route::PreparedBackend;
 use flannel_route::moving::{BackendUse, NodeBackends};
 
 use crate::config::DaemonConfig;
@@ -31,16 +31,20 @@ pub(crate) struct PreparedBackends {
 }
 
 impl PreparedBackends {
-    /// The members for [`Host::join_prepared`](flannel_route::Host::join_prepared).
-    pub(crate) fn members(&mut self) -> Vec<PreparedMember<'_>> {
+    /// The backends for [`Host::join_prepared`](flannel_route::Host::join_prepared).
+    pub(crate) fn to_join(&mut self) -> Vec<PreparedBackend<'_>> {
         let prepared = std::mem::take(&mut self.prepared);
-        let all = self.backends.all.iter().zip(prepared);
-        all.map(|(it, prepared)| PreparedMember {
-            backend: &*it.backend,
-            config: &it.config,
-            prepared,
-        })
-        .collect()
+        let ranks = self.backends.offer_ranks();
+        self.backends
+            .all
+            .iter()
+            .zip(prepared)
+            .zip(ranks)
+            .map(|((it, prepared), rank)| {
+                let in_use = flannel_route::BackendInUse::new(&*it.backend, &it.config);
+                PreparedBackend { in_use: in_use.with_offer_rank(rank), prepared }
+            })
+            .collect()
     }
 }
 
@@ -74,10 +78,11 @@ impl ActiveBackends {
         self.all.iter().any(|it| it.backend.kind() == backend.kind())
     }
 
-    /// The places in `all` of the backends whose offers are published, the preferred one first.
-    pub(crate) fn offers(&self) -> Vec<usize> {
-        let place = |usage: &BackendUse| self.all.iter().position(|it| it.usage == *usage);
-        self.order.offered().filter_map(place).collect()
+    /// The place of each backend's offer in the lease, in the order of `all`, or `None` if its offer
+    /// is not published.
+    fn offer_ranks(&self) -> Vec<Option<usize>> {
+        let rank = |it: &BackendInUse| self.order.offered().position(|usage| *usage == it.usage);
+        self.all.iter().map(rank).collect()
     }
 
     /// The devices on which a handshake decides whether a peer is reached by the first backend or

@@ -78,7 +78,7 @@ fn prepared() -> Prepared {
 
 fn names(backends: &ActiveBackends) -> String {
     let all = lease_types(backends.all.iter().map(|it| &it.usage)).join(" ");
-    let offers = backends.offers().into_iter().map(|at| &*backends.all[at].usage.lease_type);
+    let offers = backends.order.offered().map(|usage| &*usage.lease_type);
     format!("{all} | {}", offers.collect::<Vec<_>>().join(" "))
 }
 

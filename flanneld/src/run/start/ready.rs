@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use flannel_core::lease::View;
 use flannel_core::{Config, Kernel};
 use flannel_doctor::paths::Paths;
-use flannel_route::HostNetwork;
+use flannel_route::Joined;
 use flannel_route::admission::Handshakes;
 use tokio::sync::watch;
 
@@ -26,7 +26,7 @@ pub(in crate::run) struct Ready {
     pub(in crate::run) before: Before,
     pub(in crate::run) backends: ActiveBackends,
     pub(in crate::run) record: Arc<BackendRecord>,
-    pub(in crate::run) network: HostNetwork,
+    pub(in crate::run) joined: Joined,
     /// Tells the network which handshakes have completed.
     pub(in crate::run) handshakes: watch::Sender<Handshakes>,
     /// The results of the probes of paths; `None` if paths are not probed.
@@ -61,7 +61,7 @@ impl Ready {
             links: footprint.links.into_iter().collect(),
             iface: self.uplink.iface.clone(),
             kernel: Arc::clone(&self.uplink.kernel) as Arc<dyn Kernel>,
-            handle: self.network.handle(),
+            handle: self.joined.network.handle(),
             views: self.views.clone(),
             rulebook,
             lapsed: self.lapsed,
