@@ -81,7 +81,7 @@ impl ActiveBackends {
     /// The place of each backend's offer in the lease, in the order of `all`, or `None` if its offer
     /// is not published.
     fn offer_ranks(&self) -> Vec<Option<usize>> {
-        let rank = |it: &BackendInUse| self.order.offered().position(|usage| *usage == it.usage);
+        let rank = |it: &ActiveBackend| self.order.offered().position(|usage| *usage == it.usage);
         self.all.iter().map(rank).collect()
     }
 
