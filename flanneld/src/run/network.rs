@@ -15,7 +15,7 @@ use flannel_route::admission::Handshakes;
 use flannel_route::moving::Tunnels;
 use tokio::sync::watch;
 
-use super::backends::{BackendInUse, BackendRecord, BackendsInUse};
+use super::backends::{ActiveBackend, ActiveBackends, BackendRecord};
 use super::config_validator::ConfigValidator;
 use super::controllers::absent_backends::AbsentBackendController;
 use super::controllers::config::ConfigController;
@@ -71,7 +71,7 @@ pub(super) struct RunningNetwork<'a> {
     pub(super) before: Before,
     pub(super) handle: NetworkHandle,
     pub(super) views: watch::Receiver<View>,
-    pub(super) backends: BackendsInUse,
+    pub(super) backends: ActiveBackends,
     pub(super) record: Arc<BackendRecord>,
     pub(super) uplink: Chosen,
     pub(super) validator: ConfigValidator,
@@ -320,7 +320,7 @@ impl RunningNetwork<'_> {
             backends: &self.backends,
             own: self.handle.lease.subnets,
             views: self.views.clone(),
-            prepare: async move |backend: &BackendInUse| prepare(&host, backend).await,
+            prepare: async move |backend: &ActiveBackend| prepare(&host, backend).await,
         };
         triggers.add(absent.run());
         triggers.add(ProofController { network: self }.run());

@@ -23,7 +23,7 @@ use tokio::time::sleep;
 use self::choice::Choice;
 pub(super) use self::choice::{Before, Purpose};
 pub(super) use self::ready::Ready;
-use super::backends::{BackendInUse, BackendRecord, BackendsInUse};
+use super::backends::{ActiveBackend, ActiveBackends, BackendRecord};
 use super::config_validator::ConfigValidator;
 use super::proven::Proven;
 use super::refusals::{Refusals, Refused};
@@ -244,7 +244,7 @@ impl<'a> Starter<'a> {
     fn join_plan(
         &self,
         config: &Config,
-        backends: &BackendsInUse,
+        backends: &ActiveBackends,
         hints: Hints,
     ) -> Result<JoinPlan, Error> {
         let settings = self.settings;
@@ -325,7 +325,7 @@ fn log_choice(config: &Config, backend: &dyn Backend, uplink: &Chosen) {
 ///
 /// # Errors
 /// The errors of [`Host::prepare`].
-pub(super) async fn prepare(host: &Host, backend: &BackendInUse) -> Result<Prepared, Error> {
+pub(super) async fn prepare(host: &Host, backend: &ActiveBackend) -> Result<Prepared, Error> {
     Ok(host.prepare(&*backend.backend, &backend.config).await?)
 }
 

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use super::choice::Before;
 use crate::config::DaemonConfig;
 use crate::observe::{Rulebook, Running};
-use crate::run::backends::{BackendRecord, BackendsInUse};
+use crate::run::backends::{ActiveBackends, BackendRecord};
 use crate::run::config_validator::ConfigValidator;
 use crate::run::refusals::Refused;
 use crate::run::uplink::Chosen;
@@ -24,7 +24,7 @@ pub(in crate::run) struct Ready {
     /// The config of the store, if no network can be built from it here.
     pub(in crate::run) refused: Option<Refused>,
     pub(in crate::run) before: Before,
-    pub(in crate::run) backends: BackendsInUse,
+    pub(in crate::run) backends: ActiveBackends,
     pub(in crate::run) record: Arc<BackendRecord>,
     pub(in crate::run) joined: Joined,
     /// Tells the network which handshakes have completed.

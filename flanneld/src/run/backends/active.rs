@@ -16,7 +16,7 @@ use crate::error::Error;
 
 /// A backend that runs.
 #[derive(Clone)]
-pub(crate) struct BackendInUse {
+pub(crate) struct ActiveBackend {
     pub(crate) backend: Arc<dyn Backend>,
     /// The network config with this backend.
     pub(crate) config: Config,
@@ -25,8 +25,8 @@ pub(crate) struct BackendInUse {
 
 /// The backends of one network, ready to be joined.
 pub(crate) struct PreparedBackends {
-    pub(crate) backends: BackendsInUse,
-    /// The preparation of each backend, in the order of [`BackendsInUse::all`].
+    pub(crate) backends: ActiveBackends,
+    /// The preparation of each backend, in the order of [`ActiveBackends::all`].
     pub(super) prepared: Vec<Prepared>,
 }
 
@@ -50,13 +50,13 @@ impl PreparedBackends {
 
 /// The backends of one network.
 #[derive(Clone)]
-pub(crate) struct BackendsInUse {
+pub(crate) struct ActiveBackends {
     /// In the order in which they are used for a peer that offers several.
-    pub(crate) all: Vec<BackendInUse>,
+    pub(crate) all: Vec<ActiveBackend>,
     /// In the order of the offers in the lease.
     pub(crate) order: NodeBackends,
     /// The backends that cannot be set up now. They are recorded, and tried again.
-    pub(crate) absent: Vec<BackendInUse>,
+    pub(crate) absent: Vec<ActiveBackend>,
     /// The backend of the network config.
     pub(crate) target: Arc<dyn Backend>,
 }
@@ -72,7 +72,7 @@ pub(crate) enum Devices {
     Unknown,
 }
 
-impl BackendsInUse {
+impl ActiveBackends {
     /// Whether this backend is one of them.
     pub(crate) fn runs(&self, backend: &dyn Backend) -> bool {
         self.all.iter().any(|it| it.backend.kind() == backend.kind())
@@ -81,7 +81,7 @@ impl BackendsInUse {
     /// The place of each backend's offer in the lease, in the order of `all`, or `None` if its offer
     /// is not published.
     fn offer_ranks(&self) -> Vec<Option<usize>> {
-        let rank = |it: &BackendInUse| self.order.offered().position(|usage| *usage == it.usage);
+        let rank = |it: &ActiveBackend| self.order.offered().position(|usage| *usage == it.usage);
         self.all.iter().map(rank).collect()
     }
 
@@ -133,7 +133,7 @@ impl BackendsInUse {
     /// The options of a backend are wrong.
     pub(crate) fn footprint(&self, uplink: Option<LinkName>) -> Result<Footprint, Error> {
         let mut footprint = Footprint::default();
-        for BackendInUse { backend, config, .. } in &self.all {
+        for ActiveBackend { backend, config, .. } in &self.all {
             footprint.merge(backend.footprint(config, uplink)?);
         }
         Ok(footprint)
