@@ -13,8 +13,8 @@ use crate::codec::{link, route};
 use crate::transport::socket::Socket;
 use crate::transport::wire::EBADMSG;
 
-/// The link with this name; `None` if there is none. Alternative names (`altname` of `ip link`) are
-/// not compared.
+/// The link with this name, or `None` if there is no such link. Alternative names (`altname` of
+/// `ip link`) are not compared.
 pub(crate) fn find_link(
     socket: &mut Socket,
     name: LinkName,
@@ -26,19 +26,20 @@ pub(crate) fn find_link(
     }
 }
 
-/// Like [`find_link`], but with the error `ENODEV` if there is no such link.
+/// The link with this name. The error is `ENODEV` if there is no such link.
 pub(crate) fn get_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
     let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
     find_link(socket, name)?.ok_or_else(absent)
 }
 
-/// The name of the link with this index. `ENODEV`: there is no such link. [`EBADMSG`]: the name is
-/// not UTF-8.
+/// The name of the link with this index. The error is `ENODEV` if there is no such link, and
+/// [`EBADMSG`] if the name is not UTF-8.
 pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, KernelError> {
     socket.ask(link::by_index(index), link::read).map(|link| link.name)
 }
 
-/// Like [`ask_name`], but `None` if there is no such link or its name is not UTF-8.
+/// The name of the link with this index, or `None` if there is no such link or its name is not
+/// UTF-8.
 pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
     match ask_name(socket, index) {
         Ok(name) => Ok(Some(name)),
