@@ -64,14 +64,15 @@ pub(super) struct Before {
 impl Sources {
     /// No values. `tag` is the first byte of all marks.
     pub(super) fn new(tag: u8) -> Self {
-        let whole = |family: Family| PrefixLen { family, len: family.bits() };
+        // The public addresses of peers are sources too.
+        let lens = Family::BOTH.map(|family| PrefixLen { family, len: family.bits() });
         Self {
             tag: u32::from(tag) << 24,
             ends: Dual::default(),
             peers: BTreeMap::new(),
             nodes: BTreeMap::new(),
             marks: BTreeSet::new(),
-            lens: Family::BOTH.into_iter().map(whole).collect(),
+            lens: lens.into(),
         }
     }
 

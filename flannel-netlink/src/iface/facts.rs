@@ -142,7 +142,7 @@ fn interfaces(socket: &mut Socket) -> Result<Vec<Interface>, KernelError> {
 }
 
 impl Interface {
-    /// A link with those of the addresses that are on it.
+    /// The interface of a link. Its addresses are chosen from `addresses`.
     fn of(link: &LinkMessage, addresses: &[AddrMessage]) -> Self {
         Self {
             name: link.name,

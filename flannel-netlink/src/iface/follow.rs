@@ -224,14 +224,19 @@ impl Observer {
 
 /// Whether the interface has the addresses and the MTU that it was chosen with.
 fn is_kept(chosen: &ExternalInterface, interface: &Interface) -> bool {
-    let has = |address| interface.addresses.iter().any(|found| found.address == address);
-    interface.mtu == chosen.mtu && chosen.address.values().all(|address| has(*address))
+    interface.mtu == chosen.mtu
+        && chosen
+            .address
+            .values()
+            .all(|address| interface.addresses.iter().any(|found| found.address == *address))
 }
 
 /// Whether a link-local address was chosen, and the interface has another usable address now.
 fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
-    let better = |family| best(interface, family).is_ok_and(|address| !is_link_local(address));
-    chosen.address.iter().any(|(family, address)| is_link_local(*address) && better(family))
+    chosen.address.iter().any(|(family, address)| {
+        is_link_local(*address)
+            && best(interface, family).is_ok_and(|address| !is_link_local(address))
+    })
 }
 
 /// Why `now` must not replace `chosen`, as a sentence without a full stop, or `None` if it may. The

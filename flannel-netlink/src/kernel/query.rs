@@ -28,8 +28,8 @@ pub(crate) fn find_link(
 
 /// The link with this name. The error is `ENODEV` if there is no such link.
 pub(crate) fn get_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
-    let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
-    find_link(socket, name)?.ok_or_else(absent)
+    find_link(socket, name)?
+        .ok_or_else(|| KernelError::explained(ENODEV, format!("no interface named {name}")))
 }
 
 /// The name of the link with this index. The error is `ENODEV` if there is no such link, and

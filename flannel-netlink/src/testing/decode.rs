@@ -72,8 +72,10 @@ pub fn decode_wireguard(datagram: &[u8]) -> Vec<String> {
 /// The peers, written and read again.
 fn peers_again(peers: &[Peer]) -> Vec<Peer> {
     let read = |some: &[Peer]| -> Option<Vec<Peer>> {
-        let put = |peer| PeerChange::Put { peer, keep_endpoint: false, had_psk: false };
-        let changes: Vec<_> = some.iter().map(put).collect();
+        let changes: Vec<_> = some
+            .iter()
+            .map(|peer| PeerChange::Put { peer, keep_endpoint: false, had_psk: false })
+            .collect();
         let mut request = wireguard::set_peers(FAMILY, INDEX, &changes);
         let bytes = request.ready(0..1, 0, NlmF::empty());
         let device = wireguard::read(&messages(bytes).next()?.ok()?)?;

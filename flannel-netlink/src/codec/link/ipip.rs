@@ -36,7 +36,7 @@ pub(super) const IPIP: u8 = 4;
 /// `IFLA_INFO_DATA` of an ipip device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct IpipMessage {
-    /// The source address of outer packets; `None` if the kernel chooses it.
+    /// The source address of outer packets, or `None` if the kernel chooses it.
     local: Option<Ipv4Addr>,
     /// The index of the lower device, or 0 if there is no lower device.
     pub(super) lower: u32,

@@ -62,7 +62,7 @@ pub(crate) struct VxlanMessage {
     vni: u32,
     /// The UDP destination port.
     port: u16,
-    /// The source address of outer packets; `None` if the kernel chooses it.
+    /// The source address of outer packets, or `None` if the kernel chooses it.
     local: Option<IpAddr>,
     /// The index of the lower device, or 0 if there is no lower device.
     pub(super) lower: u32,

@@ -195,10 +195,12 @@ impl RouteFilter<'_> {
             tracing::debug!(found.dst = %message.dst, "another route to the same destination \
                 hides one of ours");
         }
-        let may_be_replaced =
-            || !in_front.is_empty() && message.dst.family() == Family::V6 && is_inside();
-        if owned.is_none() && !may_be_replaced() {
-            return None;
+        if owned.is_none() {
+            let may_be_replaced =
+                !in_front.is_empty() && message.dst.family() == Family::V6 && is_inside();
+            if !may_be_replaced {
+                return None;
+            }
         }
         Some(DumpedRoute { message, owned, in_front: in_front.to_vec() })
     }
