@@ -513,6 +513,30 @@ mod tests {
         assert!(world.notes.records().unwrap().contains(&end));
     }
 
+    /// What refused others in the earlier run has another address or other data: it would refuse
+    /// the packets of all peers until the leases are complete.
+    #[test]
+    fn what_refused_others_in_another_way_goes_before_the_leases_are_complete() {
+        let (_, end) = world_with_end();
+        let other_data = Record::new("notes", end.subnet, "another port").put_last();
+        let other_address = record("10.0.0.9/32".parse().unwrap()).put_last();
+        for stale in [other_data, other_address] {
+            let (mut world, end) = world_with_end();
+            world.notes.apply(&[Change::Put(stale.clone().into())]);
+            world.notes.take_puts();
+            world.leases.insert(lease(2, [198, 51, 100, 2]));
+            world.view_from(Origin::Cached { written: None });
+            world.settle();
+            let records = world.notes.records().unwrap();
+            assert!(!records.contains(&stale) && !records.contains(&end), "{records:?}");
+            assert_eq!(world.notes.take_puts().len(), 1);
+            world.view();
+            world.settle();
+            assert_eq!(world.notes.take_puts(), [Object::from(end).key()]);
+            assert!(world.engine.status().in_sync, "{:?}", world.engine.status());
+        }
+    }
+
     #[test]
     fn a_change_of_a_foreign_link_invalidates_nothing() {
         let lookups =

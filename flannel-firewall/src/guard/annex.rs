@@ -367,7 +367,11 @@ impl Guard {
             let record = self.tunnel(end);
             let changed = || format!("{}{CHANGED}", record.data());
             // It differs, so that the engine puts it, which repairs the table.
-            if *is_intact { record } else { Record::new(self.name, record.subnet, changed()) }
+            if *is_intact {
+                record
+            } else {
+                Record::new(self.name, record.subnet, changed()).put_last()
+            }
         };
         let ends = sources.ends.values().map(of_end);
         ends.chain(sources.peers.iter().map(|(subnet, node)| self.peer(*subnet, *node))).collect()

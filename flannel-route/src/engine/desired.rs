@@ -22,10 +22,14 @@ pub(super) struct Desired {
     pub(super) counts: BTreeMap<ObjectKind, usize>,
 }
 
+/// Whether an object is [put last](flannel_core::object::Record::put_last).
+pub(super) fn is_put_last(object: &Object) -> bool {
+    matches!(object, Object::Record(record) if record.is_last())
+}
+
 impl Desired {
     pub(super) fn new(base: State, peers: Admission) -> Self {
-        let is_last = |object: &&Object| matches!(object, Object::Record(it) if it.is_last());
-        let last = base.iter().filter(is_last).map(Object::key).collect();
+        let last = base.iter().filter(|object| is_put_last(object)).map(Object::key).collect();
         Self { base, last, peers, ids: None, counts: BTreeMap::new() }
     }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use libc::EAGAIN;
 use tokio::time::Instant;
 
+use super::desired::is_put_last;
 use super::table::{Actual, Row};
 use super::{Cause, Engine};
 use crate::admission::Answers;
@@ -135,7 +136,13 @@ impl Engine {
                 rows.extend(before.remove_entry(&key));
                 continue;
             }
-            rows.push((key, Row::after(before.get_mut(&key), Actual::Unknown, cause(is.as_ref()))));
+            let because = cause(is.as_ref());
+            let is_stale = (first || !self.live) && is.as_ref().is_some_and(is_put_last);
+            let actual = match is {
+                Some(is) if is_stale && is != want => Actual::Present(is),
+                _ => Actual::Unknown,
+            };
+            rows.push((key, Row::after(before.get_mut(&key), actual, because)));
         }
         // A record whose deletion is under way is in no snapshot. Neither is one whose deletion has
         // ended, and the event may be lost. So it is deleted again, which begins nothing twice.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::desired::is_put_last;
 use super::table::{Progress, Row};
 use super::{Actual, Cause, Engine};
 use crate::gated_kernel::{Closed, GatedKernel};
@@ -39,6 +40,7 @@ impl Engine {
             self.unfinished = true;
             return Ok(());
         }
+        self.delete_stale_last(kernel)?;
         // The time of the snapshot does not count, so that each round applies changes.
         let end = Instant::now() + ROUND;
         self.put_due(kernel, end, |_, _| true)?;
@@ -106,6 +108,15 @@ impl Engine {
         }
         let batch = self.next_deletions(&mut None, by_lease);
         if batch.is_empty() { Ok(()) } else { self.apply(kernel, &batch) }
+    }
+
+    /// Deletes the objects that are [put last](flannel_core::object::Record::put_last) and are not
+    /// desired, without waiting for complete leases. They are those of a run with another address
+    /// or port, and may refuse the packets of all peers.
+    fn delete_stale_last(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
+        let stale = self.table.deletions(..).filter(|(_, object, _)| is_put_last(object));
+        let stale: Vec<_> = stale.map(|(_, object, _)| Change::Delete(object.clone())).collect();
+        if stale.is_empty() { Ok(()) } else { self.apply(kernel, &stale) }
     }
 
     /// Whether objects are to be put that need not wait for more leases.
@@ -308,6 +319,12 @@ impl Engine {
             return self.table.refuse(change, cause, changed_by, peer, error);
         }
         self.table.failing.remove(&key);
+        if matches!(change, Change::Delete(_)) && self.desired.last.contains(&key) {
+            // It made room for the desired object.
+            let cause = cause.unwrap_or(Cause::Lease(None));
+            self.table.insert(key, Row::new(Actual::Unknown, cause));
+            return;
+        }
         match cause {
             None => {}
             Some(Cause::Lease(arrived)) => {

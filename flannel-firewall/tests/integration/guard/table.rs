@@ -38,7 +38,17 @@ fn records(guard: &Guard) -> [Record; 6] {
 fn found(guard: &Guard) -> Vec<String> {
     let anew = Guard::new(NAME).records().unwrap();
     assert_eq!(texts(&guard.records().unwrap()), texts(&anew));
+    assert_ends_come_last(&anew);
     texts(&anew)
+}
+
+/// Checks that ends are put last, also the ends of an earlier run. The engine deletes an end with
+/// another address or port at once.
+fn assert_ends_come_last(records: &[Record]) {
+    for record in records {
+        let is_of_peer = record.data().starts_with("from ");
+        assert_ne!(record.is_last(), is_of_peer, "{record}");
+    }
 }
 
 fn texts(records: &[Record]) -> Vec<String> {
@@ -166,6 +176,7 @@ fn a_table_that_another_program_changes_is_noticed_and_repaired() {
             timeout(PATIENCE, changes.next()).await.expect(&damage).unwrap();
             let found = guard.records().unwrap();
             assert_ne!(texts(&found), texts(&all), "{damage}");
+            assert_ends_come_last(&found);
             // The engine puts the missing records, and deletes the records that are not desired.
             let missing = all.iter().filter(|record| !found.contains(record));
             let undesired =
