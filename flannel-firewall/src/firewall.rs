@@ -61,8 +61,8 @@ impl Default for Options {
 
 /// Keeps the rules of one network in place on one host.
 ///
-/// Dropping it leaves the rules in place. The next `Firewall` adopts them, and also adopts the rules
-/// of Go flannel. [`cleanup`] removes them.
+/// Dropping it leaves the rules in place. The next `Firewall` adopts them, and the rules of Go
+/// flannel too. [`cleanup`] removes both.
 ///
 /// ```no_run
 /// use flannel_firewall::{Firewall, Mode, Options, Rules, RuleOptions};

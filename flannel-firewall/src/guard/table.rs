@@ -3,11 +3,11 @@
 //! A map gives each peer, by its public address, a mark. A set for each family and prefix length
 //! has the pairs of a mark and the address of a source without the bits of the host. The chain
 //! `outer` sees the packets of the tunnel when they arrive, and marks the packets of peers. The
-//! mark stays when the kernel takes the packet out of the tunnel. The chain `inner` sees the packets
-//! that come by the device of the tunnel, and refuses each packet whose mark and source are not a
-//! pair. So it makes no difference how a packet came to the device, and each packet of a batch is
-//! checked. The chains `forwarded` and `sent` refuse the packets to the tunnels of nodes that
-//! neither this node nor a peer has made.
+//! mark stays when the kernel takes the packet out of the tunnel. The chain `inner` sees the
+//! packets that come by the device of the tunnel, and refuses each packet whose mark and source are
+//! not a pair. So it makes no difference how a packet came to the device, and each packet of a
+//! batch is checked. The chains `forwarded` and `sent` refuse the packets to the tunnels of nodes
+//! that neither this node nor a peer has made.
 
 mod kernel;
 mod rules;
@@ -92,7 +92,8 @@ impl Sources {
         let old = self.peers.get(&subnet).copied();
         before.peers.entry(subnet).or_insert(old);
         for node in old.into_iter().chain(node) {
-            before.nodes.entry(node).or_insert(self.mark(node));
+            let mark = self.mark(node);
+            before.nodes.entry(node).or_insert(mark);
         }
         // A node that is removed and put again keeps its mark: the kernel refuses another mark for
         // a key of a map.

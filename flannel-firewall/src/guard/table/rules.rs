@@ -302,9 +302,9 @@ fn refuse_strays(drops: bool, mut exprs: Vec<Expr>) -> Rule {
     refuse(Reason::Stranger, drops, exprs)
 }
 
-/// Forwards the packets of peers for which this host is a router, and refuses all others: packets of
-/// pods and of containers of other networks, with their own addresses or the address of a peer.
-/// Masqueraded, they would look like packets of this node.
+/// Forwards the packets of peers for which this host is a router, and refuses all other packets:
+/// those that pods and containers of other networks send with their own addresses or the address of
+/// a peer. Masqueraded, they would look like packets of this node.
 fn forward_peers(family: Family, drops: bool, to_tunnel_of_peer: &[Expr]) -> [Rule; 2] {
     let source = [address_of(family, true), map_lookup(family), Expr::Verdict(verdict::ACCEPT)];
     let exprs = [to_tunnel_of_peer, &on_way_back(), &source].concat();

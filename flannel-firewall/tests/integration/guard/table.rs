@@ -21,8 +21,8 @@ fn subnet(text: &str) -> Subnet {
     text.parse().unwrap()
 }
 
-/// A peer with two subnets of different lengths, two peers with one subnet each, and the ends of the
-/// tunnel.
+/// A peer with two subnets of different lengths, two peers with one subnet each, and the ends of
+/// the tunnel.
 fn records(guard: &Guard) -> [Record; 6] {
     [
         guard.peer(subnet("10.1.8.0/24"), host(Family::V4, 8)),
@@ -186,13 +186,13 @@ fn a_table_that_another_program_changes_is_noticed_and_repaired() {
             apply(&guard, &repairs);
             assert_eq!(texts(&guard.records().unwrap()), texts(&all), "{damage}");
         }
-        // Its own changes are no events.
+        // Its own changes are not reported.
         tokio::select! {
             biased;
             own = changes.next() => panic!("{own:?}"),
             () = async { for _ in 0..100 { tokio::task::yield_now().await; } } => {}
         }
-        // A change between the look and the repair.
+        // A change between the read and the repair.
         guard.records().unwrap();
         nft("flush ruleset");
         apply(&guard, &deletes([all[0].clone()]));

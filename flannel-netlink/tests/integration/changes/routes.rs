@@ -29,27 +29,37 @@ fn metrics_that_an_event_shows_are_removed_by_a_put() {
     });
 }
 
+/// An uplink and a tunnel.
+fn uplink_and_tunnel() -> NetlinkKernel {
+    let kernel = uplink();
+    ip("link add flannel.1 type vxlan id 1 dstport 8472");
+    ip("link set flannel.1 up");
+    kernel
+}
+
+/// The footprint of a network with this tunnel.
+fn tunnel_footprint() -> Footprint {
+    let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
+    Footprint { links: [link("flannel.1")].into(), networks, ..Footprint::default() }
+}
+
+/// A path through the tunnel.
+fn through_tunnel(gateway: &str) -> Via {
+    Via::Gateway { gateway: address(gateway), link: link("flannel.1"), onlink: true }
+}
+
 #[test]
 fn a_second_route_of_ours_with_another_path_is_removed() {
     in_netns_async(|| async {
-        let kernel = uplink();
-        ip("link add flannel.1 type vxlan id 1 dstport 8472");
-        ip("link set flannel.1 up");
+        let kernel = uplink_and_tunnel();
         ip("nexthop add id 77 via 10.1.99.0 dev flannel.1 onlink");
-        let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
-        let footprint =
-            Footprint { links: [link("flannel.1")].into(), networks, ..Footprint::default() };
+        let footprint = tunnel_footprint();
         let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
         change(Change::Put(
             Nexthop { id: 9, link: link("flannel.1"), gateway: address("10.1.7.0"), onlink: true }
                 .into(),
         ));
         let mut changes = kernel.changes().unwrap();
-        let gateway = |gateway| Via::Gateway {
-            gateway: address(gateway),
-            link: link("flannel.1"),
-            onlink: true,
-        };
         let doubles_v4 = [
             "dev flannel.1",
             "dev flannel.1 proto 241 advmss 900",
@@ -62,10 +72,10 @@ fn a_second_route_of_ours_with_another_path_is_removed() {
         ];
         for (dst, via, doubles) in [
             ("10.1.7.0/24", Via::Nexthop(9), &doubles_v4[..]),
-            ("10.1.8.0/24", gateway("10.1.8.0"), &doubles_v4),
+            ("10.1.8.0/24", through_tunnel("10.1.8.0"), &doubles_v4),
             // IPv6 merges two gateways into one multipath route. A request cannot distinguish a
             // route without a gateway from ours.
-            ("fd00:1:0:7::/64", gateway("fd00:1:0:7::"), &[]),
+            ("fd00:1:0:7::/64", through_tunnel("fd00:1:0:7::"), &[]),
         ] {
             let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
             let family = if dst.contains(':') { 6 } else { 4 };
@@ -118,23 +128,42 @@ fn a_second_route_of_ours_with_another_path_is_removed() {
             change(Change::Delete(left.into()));
             assert_eq!(shown(), "");
         }
-        // A foreign route stays, even behind ours.
-        let ours =
-            Route { dst: "10.1.8.0/24".parse().unwrap(), via: gateway("10.1.8.0"), mtu: None };
+    });
+}
+
+#[test]
+fn a_foreign_route_behind_ours_stays() {
+    in_netns_async(|| async {
+        let kernel = uplink_and_tunnel();
+        let footprint = tunnel_footprint();
+        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
+        let ours = Route {
+            dst: "10.1.8.0/24".parse().unwrap(),
+            via: through_tunnel("10.1.8.0"),
+            mtu: None,
+        };
         change(Change::Put(ours.into()));
         ip("route append 10.1.8.0/24 via 192.0.2.9 dev up0");
         ip("route add 10.1.8.0/24 tos 4 via 192.0.2.9 dev up0 proto 241");
         assert!(!kernel.snapshot(&footprint).unwrap().is_inexact(&Key::Route(ours.dst)));
         change(Change::Put(ours.into()));
         assert_eq!(ip("route show 10.1.8.0/24").lines().count(), 3);
-        // Routes with a TOS on our device to a destination that is not desired.
+    });
+}
+
+#[test]
+fn all_routes_with_a_tos_to_an_undesired_destination_are_removed() {
+    in_netns_async(|| async {
+        let kernel = uplink_and_tunnel();
+        let footprint = tunnel_footprint();
         for tos in [4, 8] {
             ip(&format!("route add 10.1.9.0/24 tos {tos} dev flannel.1"));
         }
         let there = kernel.snapshot(&footprint).unwrap();
         let stray = there.get(&Key::Route("10.1.9.0/24".parse().unwrap())).unwrap();
         assert!(there.is_inexact(&stray.key()));
-        change(Change::Delete(stray.clone()));
+        let deletion = Change::Delete(stray.clone());
+        kernel.apply(&footprint, &[deletion]).remove(0).unwrap();
         assert_eq!(ip("route show 10.1.9.0/24"), "");
     });
 }

@@ -57,8 +57,8 @@ pub(super) struct TunnelFixture {
     pub(super) guard: Guard,
 }
 
-/// Makes the packets that this thread and its threads send arrive in their order: each processor has
-/// a queue of its own.
+/// Makes the packets that this thread and its threads send arrive in their order. Each processor
+/// has a queue of its own.
 fn stay_on_one_processor() {
     let this = Pid::from_raw(0);
     let allowed = sched_getaffinity(this).unwrap();
