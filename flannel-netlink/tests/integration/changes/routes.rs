@@ -280,9 +280,9 @@ fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
     /// How the kernel handle learns of the route.
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Noted {
-        ByEvent,
-        BySnapshotBeforePut,
-        BySnapshotAfterPut,
+        Event,
+        SnapshotBeforePut,
+        SnapshotAfterPut,
     }
     in_netns_async(|| async {
         let kernel = uplink();
@@ -295,10 +295,9 @@ fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
         let mut changes = kernel.changes().unwrap();
         kernel.snapshot(&footprint).unwrap();
         for (family, prefix, gateway) in [(4, "10.1", "192.0.2.9"), (6, "fd00:1", "2001:db8::9")] {
-            for (n, noted) in
-                [Noted::ByEvent, Noted::BySnapshotBeforePut, Noted::BySnapshotAfterPut]
-                    .into_iter()
-                    .enumerate()
+            for (n, noted) in [Noted::Event, Noted::SnapshotBeforePut, Noted::SnapshotAfterPut]
+                .into_iter()
+                .enumerate()
             {
                 let text = if family == 4 {
                     format!("{prefix}.{n}.0/24")
@@ -315,18 +314,18 @@ fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
                 });
                 change(&other, Change::Put(last.clone()));
                 match noted {
-                    Noted::ByEvent => {
+                    Noted::Event => {
                         let is_last = reports(KernelEvent::Present(last.clone()));
                         until(&mut *changes, is_last).await;
                     }
-                    Noted::BySnapshotBeforePut => {
+                    Noted::SnapshotBeforePut => {
                         let there = kernel.snapshot(&footprint).unwrap();
                         assert_eq!(there.get(&last.key()), Some(&last));
                     }
-                    Noted::BySnapshotAfterPut => {}
+                    Noted::SnapshotAfterPut => {}
                 }
                 change(&kernel, Change::Put(ours.clone()));
-                if noted == Noted::BySnapshotAfterPut {
+                if noted == Noted::SnapshotAfterPut {
                     let there = kernel.snapshot(&footprint).unwrap();
                     assert_eq!(there.get(&ours.key()), Some(&ours), "{text}");
                     assert!(there.is_inexact(&ours.key()), "{text}: it must be put again");
