@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use flannel_core::Subnet;
 use flannel_core::kernel::{
-    Annex, Changes, Invalidation, KernelError, LongDrops, Refused, Traffic,
+    Annex, Changes, Invalidation, KernelError, LongDrops, Outcome, Refused, Traffic,
 };
 use flannel_core::object::{Change, Key, Object, Record, Secret};
 use flannel_core::runtime::lock;
@@ -56,7 +56,7 @@ impl Table {
 }
 
 fn failed(error: &io::Error) -> KernelError {
-    KernelError::explained(0, format!("the data plane: {error}"))
+    KernelError::Other(format!("the data plane: {error}"))
 }
 
 /// The request for a change.
@@ -132,22 +132,22 @@ impl Annex for Table {
         Ok(records)
     }
 
-    fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        let mut results = vec![Ok(()); changes.len()];
+    fn apply(&self, changes: &[Change]) -> Vec<Outcome> {
+        let mut outcomes = vec![Outcome::Done; changes.len()];
         let mut requests = Vec::new();
-        for (place, (change, result)) in changes.iter().zip(&mut results).enumerate() {
+        for (place, change) in changes.iter().enumerate() {
             match request(change) {
                 Ok(request) => requests.push((place, request)),
-                Err(why) => *result = Err(KernelError::explained(0, why)),
+                Err(why) => outcomes[place] = Outcome::Failed(KernelError::Other(why)),
             }
         }
         let (requests, places): (Vec<_>, Vec<_>) = merged(requests).into_iter().unzip();
         for (answer, places) in self.ask(&requests).into_iter().zip(places) {
             for place in places {
-                results[place] = answer.clone().map(drop);
+                outcomes[place] = answer.clone().map(drop).into();
             }
         }
-        results
+        outcomes
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
@@ -181,7 +181,7 @@ struct Events(UnboundedReceiver<Invalidation>);
 impl Changes for Events {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
         // The sender is dropped when another stream is opened.
-        let error = || KernelError::explained(0, "another stream was opened");
+        let error = || KernelError::Other("another stream was opened".to_owned());
         self.0.recv().await.ok_or_else(error)
     }
 }
@@ -249,16 +249,19 @@ mod tests {
         let plane = Table::new(dir.path().to_owned());
         let peer = |n: u8| peer_record(subnet(n), ([192, 0, 2, n], 8285).into());
         let unknown = Record::new(NAME, subnet(3), "unknown".to_owned());
-        let results = plane.apply(&[
+        let outcomes = plane.apply(&[
             Change::Put(peer(1).into()),
             Change::Delete(peer(2).into()),
             Change::Put(unknown.into()),
             Change::Delete(peer(4).into()),
         ]);
-        let text = |result: Result<(), KernelError>| result.err().map(|error| error.to_string());
-        let failed: Vec<Option<String>> = results.into_iter().map(text).collect();
-        let [Some(refused), None, Some(unknown), None] = &failed[..] else { panic!("{failed:?}") };
-        assert!(refused.contains("no") && unknown.contains("has no address"), "{failed:?}");
+        let [Outcome::Failed(refused), Outcome::Done, Outcome::Failed(unknown), Outcome::Done] =
+            &outcomes[..]
+        else {
+            panic!("{outcomes:?}")
+        };
+        assert!(refused.to_string().contains("no"), "{refused}");
+        assert!(unknown.to_string().contains("has no address"), "{unknown}");
     }
 
     /// The engine puts the record of this node, which starts a process that takes over.
@@ -282,7 +285,7 @@ mod tests {
         let plane = Table::new(dir.path().join("udp"));
         assert_eq!(plane.records().unwrap(), []);
         let gone = Change::Delete(peer_record(subnet(3), ([192, 0, 2, 3], 8285).into()).into());
-        assert_eq!(plane.apply(&[gone]), [Ok(())]);
+        assert_eq!(plane.apply(&[gone]), [Outcome::Done]);
         assert!(!dir.path().join("udp").exists(), "a cleanup makes no directory");
     }
 }

@@ -37,10 +37,11 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use flannel_core::Kernel;
 use flannel_core::kernel::{
-    Annex, Changes, Footprint, Invalidation, KernelError, NexthopIds, RouteAnswer,
+    Annex, Changes, Footprint, Invalidation, KernelError, NexthopIds, Outcome, RouteAnswer,
 };
 use flannel_core::object::{Change, Link, Object, State};
-use libc::EIO;
+
+use crate::outcomes::{self, one_for_each};
 
 /// A kernel with annexes. Records go to their annexes, all other objects to the kernel.
 #[derive(Debug)]
@@ -71,6 +72,19 @@ impl WithAnnexes {
         let Object::Record(record) = change.object() else { return None };
         self.annexes.iter().find(|annex| annex.name() == record.annex).map(AsRef::as_ref)
     }
+
+    /// Replaces the outcomes of changes that `annex` only started by those of their ends.
+    fn wait_for_ends(annex: &dyn Annex, changes: &[Change], outcomes: &mut [Outcome]) {
+        let mut end = Instant::now() + Self::PATIENCE;
+        let all = changes.iter().zip(outcomes);
+        for (change, outcome) in all.filter(|(_, outcome)| **outcome == Outcome::Started) {
+            let left = end.saturating_duration_since(Instant::now());
+            *outcome = annex.wait(&change.object().key(), left).into();
+            if outcome.is_done() {
+                end = Instant::now() + Self::PATIENCE;
+            }
+        }
+    }
 }
 
 impl Kernel for WithAnnexes {
@@ -97,29 +111,23 @@ impl Kernel for WithAnnexes {
     }
 
     /// The kernel refuses the records of an unknown annex (`EOPNOTSUPP`).
-    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         let name = |change: &Change| self.annex_of(change).map(Annex::name);
-        let runs = changes.chunk_by(|a, b| name(a) == name(b));
-        let results = runs.flat_map(|run| {
+        let mut all = Vec::with_capacity(changes.len());
+        for run in changes.chunk_by(|a, b| name(a) == name(b)) {
+            // A missing outcome must not shift the outcomes of later changes.
             let Some(annex) = self.annex_of(&run[0]) else {
-                return self.kernel.apply(footprint, run);
+                all.extend(outcomes::apply(&*self.kernel, footprint, run));
+                continue;
             };
-            let mut results = annex.apply(run);
-            // A missing result must not shift those of later changes.
-            results.resize(run.len(), Err(KernelError::explained(EIO, "the annex gave no result")));
-            let mut end = Instant::now() + Self::PATIENCE;
-            for (change, result) in run.iter().zip(&mut results) {
-                if self.waits && result.as_ref().is_err_and(KernelError::is_started) {
-                    let left = end.saturating_duration_since(Instant::now());
-                    *result = annex.wait(&change.object().key(), left);
-                    if result.is_ok() {
-                        end = Instant::now() + Self::PATIENCE;
-                    }
-                }
+            let by = format!("annex {}", annex.name());
+            let mut outcomes = one_for_each(run.len(), annex.apply(run), &by);
+            if self.waits {
+                Self::wait_for_ends(annex, run, &mut outcomes);
             }
-            results
-        });
-        results.collect()
+            all.append(&mut outcomes);
+        }
+        all
     }
 
     fn may_change(&self, links: &[Link]) -> Result<(), KernelError> {

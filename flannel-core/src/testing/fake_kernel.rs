@@ -15,8 +15,8 @@ use tokio::sync::mpsc;
 use self::tables::{Entry, Fault, Foreign, Listener, Tables};
 use crate::address::Subnet;
 use crate::kernel::{
-    ChangedBy, Changes, Footprint, Invalidation, Kernel, KernelError, KernelEvent, NexthopIds,
-    ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
+    ChangedBy, Changes, Footprint, GoRouteKernel, GoRoutes, Invalidation, Kernel, KernelError,
+    KernelEvent, NexthopIds, Outcome, ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
 };
 use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, Route, State, Via};
 use crate::runtime::lock;
@@ -343,14 +343,14 @@ impl Kernel for FakeKernel {
             .try_for_each(|link| tables.call(Operation::MayChange, Some(Key::Link(link.name))))
     }
 
-    fn apply(&self, _: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, _: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         let mut tables = self.lock();
         tables.largest_batch = tables.largest_batch.max(changes.len());
         let one = |change: &Change| match change {
             Change::Put(object) => tables.put(self.writer, object),
             Change::Delete(object) => match tables.delete(self.writer, object) {
-                Err(error) if error.is_absent() => Ok(()),
-                result => result,
+                Err(error) if error.is_absent() => Outcome::Done,
+                result => result.into(),
             },
         };
         changes.iter().map(one).collect()
@@ -370,6 +370,25 @@ impl Kernel for FakeKernel {
         let (sender, receiver) = mpsc::unbounded_channel();
         tables.listeners.push(Listener { port: self.writer, sender });
         Ok(Box::new(Queue { receiver }))
+    }
+}
+
+impl GoRouteKernel for FakeKernel {
+    fn go_routes(&self, which: &GoRoutes) -> Result<Vec<Route>, KernelError> {
+        let mut tables = self.lock();
+        tables.call(Operation::Snapshot, None)?;
+        let routes = tables.objects.values().filter_map(|entry| match entry.object {
+            Object::Route(route) if !entry.inexact => {
+                which.include(&route, entry.protocol).then_some(route)
+            }
+            _ => None,
+        });
+        Ok(routes.collect())
+    }
+
+    fn delete_go_routes(&self, routes: &[Route]) -> Vec<Outcome> {
+        let deletions = routes.iter().map(|route| Change::Delete((*route).into()));
+        self.apply(&Footprint::default(), &deletions.collect::<Vec<_>>())
     }
 }
 

@@ -11,16 +11,19 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use flannel_core::Subnet;
 use flannel_core::address::Family;
-use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, LongDrops, Refused};
+use flannel_core::kernel::{
+    Annex, Changes, Invalidation, KernelError, LongDrops, Outcome, Refused,
+};
 use flannel_core::object::{Change, Key, Object, Record};
 use flannel_core::runtime::lock;
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
 use flannel_netlink::nftables::{Batches, GROUP, Table, at_one_moment};
-use libc::{EAGAIN, EBUSY, EEXIST, EINVAL, ENOENT, EOPNOTSUPP, EPERM, EPROTONOSUPPORT};
+use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
 
 use super::end::TunnelEnd;
 use super::table::{Before, Found, Sources, plan, trial};
 use super::table_named;
+use crate::error::lacks_nftables;
 
 /// The number of attempts for a table that changes while it is read or written.
 const TRIES: usize = 16;
@@ -164,9 +167,7 @@ impl Guard {
 
     /// The error with the name of the table.
     fn about(&self, error: KernelError) -> KernelError {
-        let mut text = self.table().to_string();
-        text.extend(error.detail.map(|detail| format!(": {detail}")));
-        KernelError::explained(error.errno, text)
+        error.about(self.table())
     }
 
     fn table(&self) -> Table<'_> {
@@ -192,9 +193,9 @@ impl Guard {
         before: &mut Before,
     ) -> Result<(), KernelError> {
         let Object::Record(record) = change.object() else {
-            return Err(KernelError::explained(0, "it is not a record"));
+            return Err(KernelError::Other("it is not a record".to_owned()));
         };
-        let wrong = || KernelError::explained(0, format!("{record} is not of a guard"));
+        let wrong = || KernelError::Other(format!("{record} is not of a guard"));
         let is_put = matches!(change, Change::Put(_));
         let family = record.subnet.family();
         if let Some(public) = record.data().strip_prefix(FROM) {
@@ -321,7 +322,7 @@ impl Annex for Guard {
     fn records(&self) -> Result<Vec<Record>, KernelError> {
         self.with_kernel(|kernel| {
             let found = match kernel.read(&self.table()) {
-                Err(error) if is_missing(&error) || error.errno == EPERM => {
+                Err(error) if lacks_nftables(&error) || error.is_denied() => {
                     tracing::debug!(table = &*self.table, %error, "no table can be read");
                     None
                 }
@@ -334,7 +335,7 @@ impl Annex for Guard {
         })
     }
 
-    fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, changes: &[Change]) -> Vec<Outcome> {
         self.with_kernel(|kernel| self.apply_in(kernel, changes))
     }
 
@@ -344,7 +345,7 @@ impl Annex for Guard {
             Err(error) => Err(error),
         });
         let events = match events {
-            Err(error) if is_missing(&error) || error.errno == EPERM => None,
+            Err(error) if lacks_nftables(&error) || error.is_denied() => None,
             events => events.map_err(|error| self.about(error))?,
         };
         Ok(Box::new(Events { table: Arc::clone(&self.table), events }))
@@ -377,18 +378,20 @@ impl Guard {
         ends.chain(sources.peers.iter().map(|(subnet, node)| self.peer(*subnet, *node))).collect()
     }
 
-    fn apply_in(&self, kernel: &mut Kernel, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply_in(&self, kernel: &mut Kernel, changes: &[Change]) -> Vec<Outcome> {
         let mut last = KernelError::new(EAGAIN);
         for _ in 0..TRIES {
             let found = match kernel.placed.take().map_or_else(|| kernel.read(&self.table()), Ok) {
                 Ok(found) => found,
-                Err(error) => return vec![Err(self.about(error)); changes.len()],
+                Err(error) => return self.all_failed(changes, error),
             };
             let is_intact = found.as_ref().map(|found| found.is_intact);
             let mut sources = found.map_or_else(|| Sources::new(self.tag), |found| found.sources);
             let mut before = sources.before();
-            let take = |change| self.take(change, &mut sources, &mut before);
-            let results: Vec<_> = changes.iter().map(take).collect();
+            let outcomes: Vec<Outcome> = changes
+                .iter()
+                .map(|change| self.take(change, &mut sources, &mut before).into())
+                .collect();
             let found = is_intact.map(|is_intact| (&before, is_intact));
             let frame = Some(&sources).filter(|it| !it.is_empty()).map(Sources::frame);
             let is_anew = is_intact != Some(true) || frame != kernel.frame;
@@ -404,20 +407,26 @@ impl Guard {
                         kernel.counts.begin_anew();
                     }
                     kernel.placed = Some(sources.map(|sources| Found { sources, is_intact: true }));
-                    return results;
+                    return outcomes;
                 }
                 // Another program has changed the table since it was read. Without a table, the
                 // kernel lacks a part.
                 Err(error)
-                    if matches!(error.errno, EEXIST | EBUSY)
-                        || (error.errno == ENOENT && is_intact.is_some()) =>
+                    if error.is(EEXIST)
+                        || error.is(EBUSY)
+                        || (error.is(ENOENT) && is_intact.is_some()) =>
                 {
                     last = error;
                 }
-                Err(error) => return vec![Err(self.about(error)); changes.len()],
+                Err(error) => return self.all_failed(changes, error),
             }
         }
-        vec![Err(self.about(last)); changes.len()]
+        self.all_failed(changes, last)
+    }
+
+    /// The outcomes of changes that all failed with this error.
+    fn all_failed(&self, changes: &[Change], error: KernelError) -> Vec<Outcome> {
+        vec![Outcome::Failed(self.about(error)); changes.len()]
     }
 }
 
@@ -445,11 +454,6 @@ impl fmt::Debug for Guard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Guard").field("name", &self.name).finish_non_exhaustive()
     }
-}
-
-/// Whether the kernel has no nf_tables, and so no table.
-fn is_missing(error: &KernelError) -> bool {
-    matches!(error.errno, ENOENT | EINVAL | EPROTONOSUPPORT | EOPNOTSUPP)
 }
 
 #[cfg(test)]

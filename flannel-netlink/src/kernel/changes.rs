@@ -209,7 +209,7 @@ fn without_own_messages(port: u32) -> [SockFilter; 7] {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::kernel::Footprint;
+    use flannel_core::kernel::{Footprint, Outcome};
     use flannel_core::object::{Change, Object, Route, Via};
     use flannel_core::{Kernel, Subnet};
     use test_support::eventually_async;
@@ -254,7 +254,7 @@ mod tests {
             let dst = Subnet::host([192, 0, 2, 7].into());
             let put = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
             let footprint = Footprint { blackholes: true, ..Footprint::default() };
-            assert!(kernel.apply(&footprint, &[put])[0].is_ok());
+            assert!(kernel.apply(&footprint, &[put])[0].is_done());
             let change = changes.next().await.unwrap();
             assert!(matches!(change, Invalidation::Objects(..)), "{change:?}");
             release.send(()).unwrap();
@@ -280,7 +280,7 @@ mod tests {
             // A change waits at each call.
             let next = async || {
                 let change = both.next().unwrap();
-                assert!(other.apply(&footprint, &[change])[0].is_ok());
+                assert!(other.apply(&footprint, &[change])[0].is_done());
                 let change = changes.next().await.unwrap();
                 assert!(matches!(change, Invalidation::Objects(..)), "{change:?}");
                 changes.next_peer_scan >= begin + PEER_SCAN_PAUSE
@@ -302,7 +302,7 @@ mod tests {
                 .collect();
             let footprint = Footprint { blackholes: true, ..Footprint::default() };
             let other = NetlinkKernel::open().unwrap();
-            assert!(other.apply(&footprint, &theirs).iter().all(Result::is_ok));
+            assert!(other.apply(&footprint, &theirs).iter().all(Outcome::is_done));
             let mut parts = Vec::new();
             let mut is_end = false;
             while !is_end {

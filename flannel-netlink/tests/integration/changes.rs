@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::kernel::{
-    Changes, Footprint, Invalidation, KernelEvent, ProcessNames, RouteAnswer,
+    Changes, Footprint, Invalidation, KernelEvent, Outcome, ProcessNames, RouteAnswer,
 };
 use flannel_core::object::{
     Addr, Change, Fdb, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via,
@@ -219,7 +219,7 @@ pub(crate) async fn a_put_fdb_entry_is_reported_as_it_is() {
     let fdb: Object = Fdb { link: link("flannel.1"), mac, dst: address("192.0.2.9") }.into();
     let footprint = Footprint { links: [link("flannel.1")].into(), ..Footprint::default() };
     for _ in 0..2 {
-        assert_eq!(kernel.apply(&footprint, &[Change::Put(fdb.clone())]), [Ok(())]);
+        assert_eq!(kernel.apply(&footprint, &[Change::Put(fdb.clone())]), [Outcome::Done]);
     }
     bridge("fdb replace 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
     ip("nexthop add id 9 via 192.0.2.9 dev up0");
@@ -252,7 +252,7 @@ fn the_process_that_made_a_change_is_named_if_it_still_runs() {
         let other = NetlinkKernel::open().unwrap();
         let kernel = uplink();
         let mut changes = kernel.changes().unwrap();
-        assert!(other.apply(&Footprint::default(), &[Change::Put(route(9))])[0].is_ok());
+        assert!(other.apply(&Footprint::default(), &[Change::Put(route(9))])[0].is_done());
         let changed_by = changed_by(&mut *changes, KernelEvent::Present(route(9))).await.unwrap();
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
         // The caller looks up the name, on a thread that may block.
@@ -263,7 +263,7 @@ fn the_process_that_made_a_change_is_named_if_it_still_runs() {
         assert_eq!(changed_by.protocol, Some(flannel_core::kernel::ROUTE_PROTOCOL));
         // A second socket has another port id, which is not a process id.
         let second = NetlinkKernel::open().unwrap();
-        assert!(second.apply(&Footprint::default(), &[Change::Put(neigh(9))])[0].is_ok());
+        assert!(second.apply(&Footprint::default(), &[Change::Put(neigh(9))])[0].is_done());
         let changed_by =
             self::changed_by(&mut *changes, KernelEvent::Present(neigh(9))).await.unwrap();
         assert_eq!(kernel.name(changed_by.port), None);
@@ -412,8 +412,8 @@ fn our_own_changes_are_not_reported_however_many() {
         let mut changes = kernel.changes().unwrap();
         let ours: Vec<Change> =
             (0..50_000).flat_map(|n| [neigh(n), route(n)]).map(Change::Put).collect();
-        assert!(kernel.apply(&footprint, &ours).iter().all(Result::is_ok));
-        assert!(other.apply(&footprint, &[Change::Put(neigh(60_000))])[0].is_ok());
+        assert!(kernel.apply(&footprint, &ours).iter().all(Outcome::is_done));
+        assert!(other.apply(&footprint, &[Change::Put(neigh(60_000))])[0].is_done());
         let before = until(&mut *changes, reports(KernelEvent::Present(neigh(60_000)))).await;
         // At the same time the kernel itself changes only links and their link-local addresses.
         let about_ours = |report: &KernelEvent| match report {
@@ -452,17 +452,17 @@ fn lost_messages_invalidate_everything() {
             assert!(round < 100, "the listener's buffer does not overflow");
             let theirs: Vec<Change> =
                 (0..20_000).map(|n| Change::Put(neigh(n + round % 2))).collect();
-            assert!(other.apply(&footprint, &theirs).iter().all(Result::is_ok));
+            assert!(other.apply(&footprint, &theirs).iter().all(Outcome::is_done));
             let gone: Vec<Change> =
                 (0..20_000).map(|n| Change::Delete(neigh(n + round % 2))).collect();
-            assert!(other.apply(&footprint, &gone).iter().all(Result::is_ok));
+            assert!(other.apply(&footprint, &gone).iter().all(Outcome::is_done));
             if round >= 4 {
                 break;
             }
         }
         until(&mut *changes, |invalidation| *invalidation == Invalidation::Everything).await;
         // Later changes are reported again.
-        assert!(other.apply(&footprint, &[Change::Put(neigh(70_000))])[0].is_ok());
+        assert!(other.apply(&footprint, &[Change::Put(neigh(70_000))])[0].is_done());
         until(&mut *changes, reports(KernelEvent::Present(neigh(70_000)))).await;
     });
 }
@@ -481,8 +481,8 @@ fn one_process_manages_two_namespaces() {
             ..Footprint::default()
         };
         let mut changes = kernels[1].changes().unwrap();
-        assert!(kernels[0].apply(&footprint, &[Change::Put(route(1))])[0].is_ok());
-        assert!(kernels[1].apply(&footprint, &[Change::Put(route(2))])[0].is_ok());
+        assert!(kernels[0].apply(&footprint, &[Change::Put(route(1))])[0].is_done());
+        assert!(kernels[1].apply(&footprint, &[Change::Put(route(2))])[0].is_done());
         assert_eq!(
             kernels[0].snapshot(&footprint).unwrap().iter().collect::<Vec<_>>(),
             [&route(1)]

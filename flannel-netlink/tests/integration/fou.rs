@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use flannel_core::kernel::{Footprint, Invalidation, KernelError};
+use flannel_core::kernel::{Footprint, Invalidation, Outcome};
 use flannel_core::object::{
     Addr, Change, Fou, Link, LinkKind, LinkName, Object, Route, State, Tun, Via,
 };
@@ -64,14 +64,23 @@ fn in_far<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
+fn apply(kernel: &NetlinkKernel, change: Change) -> Outcome {
     kernel.apply(&footprint(), &[change]).remove(0)
+}
+
+fn delete(kernel: &NetlinkKernel, object: &Object) {
+    assert_eq!(apply(kernel, Change::Delete(object.clone())), Outcome::Done);
+}
+
+/// Puts an object, which must fail. Returns the text of the error.
+fn refusal(kernel: &NetlinkKernel, object: &Object) -> String {
+    apply(kernel, Change::Put(object.clone())).into_result().unwrap_err().to_string()
 }
 
 fn put(kernel: &NetlinkKernel, objects: &[Object]) {
     let changes: Vec<Change> = objects.iter().cloned().map(Change::Put).collect();
-    for (change, result) in changes.iter().zip(kernel.apply(&footprint(), &changes)) {
-        result.unwrap_or_else(|error| panic!("{change}: {error}"));
+    for (change, outcome) in changes.iter().zip(kernel.apply(&footprint(), &changes)) {
+        assert_eq!(outcome, Outcome::Done, "{change}");
     }
 }
 
@@ -115,7 +124,7 @@ fn datagrams_carry_packets_alone() {
             run("ping", &ping);
 
             // A socket instead of the far device sees the packet, and nothing before it.
-            apply(&far, Change::Delete(theirs[0].clone())).unwrap();
+            delete(&far, &theirs[0]);
             assert_state(&far, &[]);
             let inbox = in_far(|| UdpSocket::bind((there, 8285)).expect("the port was closed"));
             let asks = UdpSocket::bind((from, 7000)).unwrap();
@@ -126,7 +135,7 @@ fn datagrams_carry_packets_alone() {
             assert_eq!(len, 20 + 8 + 6);
             assert_eq!(datagram[0], 0x45);
             assert_eq!(&datagram[len - 6..len], b"packet");
-            let error = apply(&far, Change::Put(theirs[0].clone())).unwrap_err().to_string();
+            let error = refusal(&far, &theirs[0]);
             assert!(error.contains("UDP port 8285 is in use"), "{error}");
             drop(inbox);
             put(&far, &theirs);
@@ -146,7 +155,7 @@ fn datagrams_carry_packets_alone() {
             // The old port is closed also if a program has the new one.
             let taken = UdpSocket::bind((here, 9000)).unwrap();
             let moved = objects(1, 9000, false);
-            assert!(apply(&near, Change::Put(moved[0].clone())).is_err());
+            refusal(&near, &moved[0]);
             assert_eq!(ip("fou show"), "");
             drop(taken);
             put(&near, &ours);
@@ -182,17 +191,17 @@ fn datagrams_carry_packets_alone() {
             });
             // A port that receives from one host is another port.
             ip(&format!("fou add port 8285 ipproto 4 local {here} peer {there} peer_port 8285"));
-            let error = apply(&near, Change::Put(ours[0].clone())).unwrap_err().to_string();
+            let error = refusal(&near, &ours[0]);
             assert!(error.contains("ip fou show"), "{error}");
             ip(&format!("fou del port 8285 local {here} peer {there} peer_port 8285"));
             put(&near, &ours);
             assert_state(&near, &ours);
 
             // Another tunnel for the same packets is named.
-            apply(&near, Change::Delete(ours[0].clone())).unwrap();
+            delete(&near, &ours[0]);
             assert_eq!(ip("fou show"), "");
             ip(&format!("link add foreign0 type ipip local {here} dev up0"));
-            let error = apply(&near, Change::Put(ours[0].clone())).unwrap_err().to_string();
+            let error = refusal(&near, &ours[0]);
             assert!(error.contains("foreign0"), "{error}");
             ip("link del foreign0");
 
@@ -207,7 +216,7 @@ fn datagrams_carry_packets_alone() {
 
             // The device that another program serves has the same name.
             let tun = Link { name: name(), mtu: 1400, up: true, kind: LinkKind::Tun(Tun) };
-            assert!(apply(&near, Change::Put(tun.into())).unwrap_err().is_started());
+            assert_eq!(apply(&near, Change::Put(tun.into())), Outcome::Started);
             assert_state(&near, &[]);
             ip("tuntap add flannel0 mode tun multi_queue vnet_hdr");
             put(&near, &ours);
@@ -224,7 +233,7 @@ fn datagrams_carry_packets_alone() {
             delete_module(c"fou", DeleteModuleFlags::O_NONBLOCK).unwrap();
             let there = near.snapshot(&footprint()).unwrap();
             assert!(there.is_inexact(&ours[0].key()));
-            apply(&near, Change::Delete(ours[0].clone())).unwrap();
+            delete(&near, &ours[0]);
             assert_state(&near, &[]);
         });
     });

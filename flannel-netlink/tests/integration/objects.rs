@@ -10,12 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use flannel_core::Kernel;
 use flannel_core::address::Family;
-use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
+use flannel_core::kernel::{Footprint, KernelError, NexthopBlock, Outcome};
 use flannel_core::object::{
     Addr, Change, Fdb, Link, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
+use libc::{ENETUNREACH, ENODEV};
 use serde_json::{Value, json};
 
 fn name(text: &str) -> LinkName {
@@ -80,7 +81,7 @@ fn link(mtu: u32, up: bool, vxlan: Vxlan) -> Link {
 }
 
 fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
-    kernel.apply(&footprint(), &[change]).remove(0)
+    kernel.apply(&footprint(), &[change]).remove(0).into_result()
 }
 
 /// Puts the object twice, and checks that a snapshot has it.
@@ -282,8 +283,8 @@ fn of_several_prefix_lengths_in_one_call_the_last_one_stays() {
             let addr = |len| {
                 Change::Put(Addr { link: name("flannel.1"), address: address(text), len }.into())
             };
-            let results = kernel.apply(&footprint(), &[addr(len - 8), addr(len - 4), addr(len)]);
-            assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
+            let outcomes = kernel.apply(&footprint(), &[addr(len - 8), addr(len - 4), addr(len)]);
+            assert_eq!(outcomes, vec![Outcome::Done; 3]);
             assert!(shown_addresses().ends_with(&[(text.to_owned(), u64::from(len))]));
         }
         assert_eq!(shown_addresses().len(), 2);
@@ -332,7 +333,7 @@ fn nexthops_are_read_while_other_programs_change_theirs() {
         };
         let ids = (0..COUNT).map(|n| block.unwrap().first() + n);
         let ours: Vec<Change> = ids.map(|id| Change::Put(nexthop(id, 7))).collect();
-        kernel.apply(&footprint, &ours).into_iter().for_each(Result::unwrap);
+        assert!(kernel.apply(&footprint, &ours).iter().all(Outcome::is_done));
         let over = AtomicBool::new(false);
         let theirs = NetlinkKernel::open().unwrap();
         std::thread::scope(|scope| {
@@ -460,17 +461,18 @@ fn a_failure_in_the_middle_of_a_batch_affects_no_other_change() {
         };
         let mut changes: Vec<Change> = (0..250).map(|n| route(n, n != 100)).collect();
         changes.insert(200, Change::Put(missing.into()));
-        let results = kernel.apply(&footprint(), &changes);
-        assert_eq!(results.len(), 251);
-        let failed: Vec<usize> = (0..251).filter(|n| results[*n].is_err()).collect();
+        let outcomes = kernel.apply(&footprint(), &changes);
+        assert_eq!(outcomes.len(), 251);
+        let failed: Vec<usize> = (0..251).filter(|n| !outcomes[*n].is_done()).collect();
         assert_eq!(failed, [100, 200]);
-        let error = results[100].as_ref().unwrap_err();
-        assert_eq!(error.errno, 101, "ENETUNREACH");
+        let Outcome::Failed(error) = &outcomes[100] else { panic!("{:?}", outcomes[100]) };
+        assert!(error.is(ENETUNREACH), "{error}");
         assert!(
-            error.detail.as_ref().is_some_and(|text| text.contains("gateway")),
+            error.detail().is_some_and(|text| text.contains("gateway")),
             "the kernel's text: {error}"
         );
-        assert_eq!(results[200], Err(KernelError::explained(19, "no interface named flannel.9")));
+        let absent = KernelError::explained(ENODEV, "no interface named flannel.9");
+        assert_eq!(outcomes[200], Outcome::Failed(absent));
         let shown = json_of(&ip("-j route show dev flannel.1 proto 241"));
         assert_eq!(shown.as_array().unwrap().len(), 249);
     });

@@ -8,7 +8,9 @@ use std::time::Duration;
 use test_support::eventually;
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::kernel::{Footprint, NexthopBlock, RouteAnswer};
+use flannel_core::kernel::{
+    Footprint, GoRouteKernel, GoRoutes, NexthopBlock, Outcome, RouteAnswer,
+};
 use flannel_core::object::{Change, Key, LinkName, Nexthop, Object, Route, Via};
 use flannel_core::{Kernel, Subnet};
 use flannel_netlink::NetlinkKernel;
@@ -91,8 +93,8 @@ impl Host {
     }
 
     fn apply(&self, change: &Change) {
-        let result = self.kernel.apply(&self.footprint(), std::slice::from_ref(change)).remove(0);
-        result.unwrap_or_else(|error| panic!("{change}: {error}"));
+        let outcomes = self.kernel.apply(&self.footprint(), std::slice::from_ref(change));
+        assert_eq!(outcomes, [Outcome::Done], "{change}");
     }
 
     fn found(&self) -> Option<Object> {
@@ -232,13 +234,24 @@ fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
             }
             for (more, is_found) in cases {
                 host.foreign(&format!("route add DST via FIVE dev up0{more}"));
-                let len =
+                let lens =
                     Dual::from_fn(|family| (family == host.family).then_some(host.dst().len()));
-                let footprint =
-                    Footprint { go_routes: Some(len), blackholes: false, ..host.footprint() };
-                let found = host.kernel.snapshot(&footprint).unwrap();
-                assert_eq!(found.get(&Key::Route(host.dst())).is_some(), is_found, "{more}");
-                host.foreign("route del DST");
+                let Footprint { networks, routes_on, .. } = host.footprint();
+                let which = GoRoutes { links: routes_on, networks, lens };
+                let found = host.kernel.go_routes(&which).unwrap();
+                assert_eq!(found.iter().any(|found| found.dst == host.dst()), is_found, "{more}");
+                if !is_found {
+                    host.foreign("route del DST");
+                    continue;
+                }
+                // Our route takes its place.
+                host.foreign("route replace DST via FIVE dev up0 proto 241");
+                assert_eq!(host.kernel.delete_go_routes(&found), [Outcome::Done]);
+                let shown = ip(&format!("-N route show {}", host.dst()));
+                assert!(shown.contains("proto 241"), "{shown}");
+                host.foreign("route replace DST via FIVE dev up0");
+                assert_eq!(host.kernel.delete_go_routes(&found), [Outcome::Done]);
+                assert_eq!(host.kernel.go_routes(&which).unwrap(), []);
             }
         });
     });
@@ -292,7 +305,7 @@ fn five_thousand_routes_are_read_completely_while_other_routes_change() {
                 networks: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/16".parse().unwrap()],
                 ..host.footprint()
             };
-            assert!(host.kernel.apply(&footprint, &puts).iter().all(Result::is_ok));
+            assert!(host.kernel.apply(&footprint, &puts).iter().all(Outcome::is_done));
             let other = NetlinkKernel::open().unwrap();
             let flapping = [route(6000), route(6001)].map(Object::from);
             let stop = std::sync::atomic::AtomicBool::new(false);

@@ -11,6 +11,7 @@ use flannel_core::subnet::{Loss, Ownership, StoreStatus};
 use flannel_doctor::commands::{
     LOG, SET_CONFIG, change_address, for_advisory, is_kubernetes, localize, release, restore_store,
 };
+use libc::EEXIST;
 
 use super::{refused_config, subnets_used};
 use crate::observe::{NetworkSnapshot, Rulebook, Running, Snapshot};
@@ -189,14 +190,13 @@ impl Found {
         if let Some((key, failure)) = failing().next() {
             let others = others(failing().count());
             let text = format!("the kernel refuses: {}: {}{others}", failure.change, failure.error);
-            let hint = match (failure.error.errno, key) {
-                // EPERM
-                (1, _) => {
+            let hint = match key {
+                _ if failure.error.is_denied() => {
                     "systemctl show -p CapabilityBoundingSet flanneld # it needs CAP_NET_ADMIN in \
                      this network namespace"
                 }
-                // EEXIST: of another kind, and not ours.
-                (17, Key::Link(name)) => &format!("ip link delete {name}"),
+                // A device of another kind, which is not ours.
+                Key::Link(name) if failure.error.is(EEXIST) => &format!("ip link delete {name}"),
                 _ => DOCTOR,
             };
             self.error(text, hint);
@@ -413,7 +413,7 @@ mod tests {
             (status.live, status.settled) = (true, true);
             for subnet in subnets {
                 let change = Change::Put(record(subnet));
-                let failure = Failure::new(&change, None, KernelError::explained(0, "it failed"));
+                let failure = Failure::new(&change, None, KernelError::Other("it failed".into()));
                 status.failing.insert(change.object().key(), failure);
             }
             let snapshot = crate::report::tests::snapshot(status).await;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::Kernel;
-use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::object::{Change, Key, LinkName, Object, Route, State, Via};
 use tokio::sync::watch;
 
@@ -67,7 +67,7 @@ fn remove_plain(
         return Ok(());
     }
     tracing::info!(changes = changes.len(), "routes that do not encrypt are removed");
-    kernel.apply(footprint, &changes).into_iter().collect()
+    kernel.apply(footprint, &changes).into_iter().try_for_each(Outcome::into_result)
 }
 
 /// The changes that leave no route but those by devices that encrypt, and blackholes. A blackhole
@@ -174,7 +174,7 @@ mod tests {
         };
         let put = || {
             let change = Change::Put(route("10.1.7.0/24", "eth0"));
-            fake.apply(&footprint, &[change]).remove(0).unwrap();
+            assert_eq!(fake.apply(&footprint, &[change]), [Outcome::Done]);
         };
         let scenario = async {
             for _ in 0..3 {

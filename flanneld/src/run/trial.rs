@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use flannel_core::backend::{Built, Inlet, MakeSecret, NodeLease, Prepared, Secrets};
-use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::lease::{LeaseAttrs, Revision, View};
 use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, Secret, State};
 use flannel_core::runtime::{blocking, lock};
@@ -228,19 +228,17 @@ fn check_device(kernel: &dyn Kernel, scene: Scene<'_>, link: &Link) -> Result<()
         vxlan.mac = MAC;
     }
     let footprint = Footprint { links: [trial.name].into(), ..Footprint::default() };
-    let put = |kernel: &dyn Kernel, change| kernel.apply(&footprint, &[change]).pop();
-    let made = put(kernel, Change::Put(trial.clone().into())).unwrap_or(Ok(()));
+    let made = kernel.apply(&footprint, &[Change::Put(trial.clone().into())]).pop();
     // Also after a failure, which may have left a device that is down.
-    let deleted = put(kernel, Change::Delete(trial.clone().into())).unwrap_or(Ok(()));
-    if let Err(error) = deleted
+    let deleted = kernel.apply(&footprint, &[Change::Delete(trial.clone().into())]).pop();
+    if let Some(Outcome::Failed(error)) = deleted
         && !error.is_absent()
     {
         tracing::warn!(link = %trial.name, %error, "the device of a trial is not deleted");
     }
     match made {
-        Err(error) if error.is_started() => Ok(()),
-        Err(error) if scene.excuses(error.errno, link) => Ok(()),
-        made => made.map_err(|error| refused(link, error)),
+        Some(Outcome::Failed(error)) if !scene.excuses(&error, link) => Err(refused(link, error)),
+        _ => Ok(()),
     }
 }
 
@@ -252,14 +250,13 @@ fn refused(link: &Link, source: KernelError) -> Error {
 impl Scene<'_> {
     /// Whether the kernel refuses `link` with this error because the network that runs has what it
     /// needs. That network goes before.
-    fn excuses(&self, errno: i32, link: &Link) -> bool {
+    fn excuses(&self, error: &KernelError, link: &Link) -> bool {
         // Two of them without a remote address exclude each other.
         let is_ipip = |link: &Link| matches!(link.kind, LinkKind::Ipip(_) | LinkKind::Fou(_));
-        match errno {
-            EADDRINUSE => port(link).is_some_and(|port| self.has_port(port)),
-            EEXIST => is_ipip(link) && self.there.iter().any(is_ipip),
-            _ => false,
+        if error.is(EADDRINUSE) {
+            return port(link).is_some_and(|port| self.has_port(port));
         }
+        error.is(EEXIST) && is_ipip(link) && self.there.iter().any(is_ipip)
     }
 
     fn has_port(&self, wanted: u16) -> bool {

@@ -17,7 +17,7 @@ impl Reader<'_> {
     pub(super) fn read_nexthops(&mut self) -> Result<(), KernelError> {
         let all = match self.socket.dump_ordered(nexthop::all(), nexthop::read) {
             // Kernels before 5.3 have no nexthop objects.
-            Err(error) if error.errno == EOPNOTSUPP => return Ok(()),
+            Err(error) if error.is(EOPNOTSUPP) => return Ok(()),
             all => all?,
         };
         let mut ours = Vec::new();
@@ -45,7 +45,7 @@ pub(crate) fn nexthop_ids(
     footprint: &Footprint,
 ) -> Result<NexthopIds, KernelError> {
     let all = match socket.dump_ordered(nexthop::all(), nexthop::read) {
-        Err(error) if error.errno == EOPNOTSUPP => return Ok(NexthopIds::default()),
+        Err(error) if error.is(EOPNOTSUPP) => return Ok(NexthopIds::default()),
         all => all?,
     };
     let mut ids = NexthopIds { usable: true, ..NexthopIds::default() };

@@ -74,8 +74,7 @@ impl Reader<'_> {
     /// foreign ones stay in front.
     fn note_left(&self, found: &DumpedRoute) {
         let DumpedRoute { message, owned, in_front } = found;
-        // A snapshot of Go flannel's routes takes ours for foreign ones, and nothing is put.
-        if in_front.is_empty() || self.footprint.go_routes.is_some() {
+        if in_front.is_empty() {
             return;
         }
         let note = |found, goes| self.foreign.note_duplicate(DuplicateRoute { found, goes });
@@ -180,17 +179,18 @@ impl RouteFilter<'_> {
             name
         });
         if let Some(index) = unknown_link
-            && footprint.go_routes.is_none()
             && message.protocol == ROUTE_PROTOCOL
             && is_inside()
         {
             unknown_links.insert(index);
             return None;
         }
-        let owned = route.filter(|route| self.owns(route, &message)).map(|route| OwnedRoute {
-            route,
-            is_exact: message.is_exact() && message.protocol == ROUTE_PROTOCOL,
-        });
+        let owned = route
+            .filter(|ours| footprint.owns_route(ours, self.link_of(&ours.via), message.protocol))
+            .map(|route| OwnedRoute {
+                route,
+                is_exact: message.is_exact() && message.protocol == ROUTE_PROTOCOL,
+            });
         if owned.is_some() && !in_front.is_empty() {
             tracing::debug!(found.dst = %message.dst, "another route to the same destination \
                 hides one of ours");
@@ -203,13 +203,6 @@ impl RouteFilter<'_> {
             }
         }
         Some(DumpedRoute { message, owned, in_front: in_front.to_vec() })
-    }
-
-    fn owns(&self, route: &Route, message: &RouteMessage) -> bool {
-        // Go flannel's routes have no attributes that make them inexact.
-        let may_be_owned = self.footprint.go_routes.is_none() || message.is_exact();
-        let link = self.link_of(&route.via);
-        may_be_owned && self.footprint.owns_route(route, link, message.protocol)
     }
 
     /// The link of a path. `None` for a path without a link, and for an unknown nexthop object.

@@ -17,7 +17,11 @@ fn metrics_that_an_event_shows_are_removed_by_a_put() {
             Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
         let ours = Route { dst: "10.1.2.0/24".parse().unwrap(), via: Via::Nexthop(9), mtu: None };
         let put = |object: Object| {
-            kernel.apply(&Footprint::default(), &[Change::Put(object)]).remove(0).unwrap();
+            kernel
+                .apply(&Footprint::default(), &[Change::Put(object)])
+                .remove(0)
+                .into_result()
+                .unwrap();
         };
         put(nexthop.into());
         let mut changes = kernel.changes().unwrap();
@@ -54,7 +58,8 @@ fn a_second_route_of_ours_with_another_path_is_removed() {
         let kernel = uplink_and_tunnel();
         ip("nexthop add id 77 via 10.1.99.0 dev flannel.1 onlink");
         let footprint = tunnel_footprint();
-        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
+        let change =
+            |change: Change| kernel.apply(&footprint, &[change]).remove(0).into_result().unwrap();
         change(Change::Put(
             Nexthop { id: 9, link: link("flannel.1"), gateway: address("10.1.7.0"), onlink: true }
                 .into(),
@@ -136,7 +141,8 @@ fn a_foreign_route_behind_ours_stays() {
     in_netns_async(|| async {
         let kernel = uplink_and_tunnel();
         let footprint = tunnel_footprint();
-        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
+        let change =
+            |change: Change| kernel.apply(&footprint, &[change]).remove(0).into_result().unwrap();
         let ours = Route {
             dst: "10.1.8.0/24".parse().unwrap(),
             via: through_tunnel("10.1.8.0"),
@@ -163,7 +169,7 @@ fn all_routes_with_a_tos_to_an_undesired_destination_are_removed() {
         let stray = there.get(&Key::Route("10.1.9.0/24".parse().unwrap())).unwrap();
         assert!(there.is_inexact(&stray.key()));
         let deletion = Change::Delete(stray.clone());
-        kernel.apply(&footprint, &[deletion]).remove(0).unwrap();
+        kernel.apply(&footprint, &[deletion]).remove(0).into_result().unwrap();
         assert_eq!(ip("route show 10.1.9.0/24"), "");
     });
 }
@@ -179,7 +185,8 @@ fn a_foreign_route_in_front_of_ours_that_a_put_does_not_replace_is_removed() {
         let networks = vec!["fd00:1::/48".parse().unwrap()];
         let footprint =
             Footprint { networks, routes_on: [link("up0")].into(), ..Footprint::default() };
-        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
+        let change =
+            |change: Change| kernel.apply(&footprint, &[change]).remove(0).into_result().unwrap();
         let dst = "fd00:1:0:7::/64";
         let via =
             Via::Gateway { gateway: address("2001:db8::9"), link: link("up0"), onlink: false };
@@ -266,7 +273,7 @@ fn all_routes_around_ours_that_hide_it_or_are_ours_too_are_removed() {
             kernel.snapshot(&footprint).unwrap();
             let via = Via::Gateway { gateway: address(gateway), link: link("up0"), onlink: false };
             let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
-            kernel.apply(&footprint, &[Change::Put(ours.clone())]).remove(0).unwrap();
+            kernel.apply(&footprint, &[Change::Put(ours.clone())]).remove(0).into_result().unwrap();
             let shown = ip(&format!("-{family} route show {dst}"));
             assert_eq!(shown.lines().count(), 1, "{shown}");
             let there = kernel.snapshot(&footprint).unwrap();
@@ -290,7 +297,7 @@ fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
         let footprint = Footprint { blackholes: true, networks, ..Footprint::default() };
         let change = |kernel: &NetlinkKernel, change: Change| {
-            kernel.apply(&footprint, &[change]).remove(0).unwrap();
+            kernel.apply(&footprint, &[change]).remove(0).into_result().unwrap();
         };
         let mut changes = kernel.changes().unwrap();
         kernel.snapshot(&footprint).unwrap();
@@ -350,7 +357,7 @@ fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
                 change(&kernel, Change::Put(ours.clone()));
                 add_behind();
                 let of_another = Footprint { networks: Vec::new(), ..footprint.clone() };
-                kernel.apply(&of_another, &[Change::Delete(ours)]).remove(0).unwrap();
+                kernel.apply(&of_another, &[Change::Delete(ours)]).remove(0).into_result().unwrap();
                 assert!(
                     shown().lines().count() == 1 && shown().contains("blackhole"),
                     "{}",

@@ -6,6 +6,7 @@ use flannel_core::kernel::{Footprint, NexthopBlock};
 use flannel_core::object::{Change, Link, Object, State, Vxlan};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns, ip};
+use libc::EEXIST;
 use serde_json::{Value, json};
 use test_support::guest::in_uml;
 
@@ -186,7 +187,7 @@ fn a_renamed_device_gets_its_name_back_and_keeps_its_objects() {
             // A foreign device stays, and the error names it.
             ip("link set flannel.1 name stray0 address 0a:00:00:00:00:99");
             let error = apply(kernel, Change::Put(wanted.into())).unwrap_err();
-            assert_eq!(error.errno, 17);
+            assert!(error.is(EEXIST), "{error}");
             assert!(
                 error.to_string().contains("stray0 has the VNI 1 and the UDP port 8472"),
                 "{error}"
@@ -204,7 +205,7 @@ fn a_foreign_device_with_the_name_of_ours_stays() {
         ip("addr add 10.1.0.1/24 dev flannel.1");
         ip("link set flannel.1 up");
         let error = apply(&kernel, Change::Put(device(Family::V4).0.into())).unwrap_err();
-        assert_eq!(error.errno, 17);
+        assert!(error.is(EEXIST), "{error}");
         assert!(
             error.to_string().contains("flannel.1") && error.to_string().contains("bridge"),
             "{error}"

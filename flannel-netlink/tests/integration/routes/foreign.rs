@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use flannel_core::Kernel;
 use flannel_core::address::Family;
-use flannel_core::kernel::{Footprint, RouteAnswer};
+use flannel_core::kernel::{Footprint, Outcome, RouteAnswer};
 use flannel_core::object::{Change, Key, Route, Via};
 use flannel_netlink::Taken;
 use flannel_netlink::testing::{Netns, in_netns, ip};
@@ -53,7 +53,7 @@ fn a_last_resort_route_leaves_foreign_ipv6_routes_to_its_destination() {
         host.kernel.snapshot(&footprint).unwrap();
         let route = Route { dst: host.dst(), via: Via::LastResort, mtu: None };
         let put = Change::Put(route.into());
-        assert_eq!(host.kernel.apply(&footprint, &[put]), [Ok(())]);
+        assert_eq!(host.kernel.apply(&footprint, &[put]), [Outcome::Done]);
         let shown = ip(&format!("-6 route show {}", host.dst()));
         assert!(shown.contains("dev tun0 proto static"), "{shown}");
     });
@@ -116,13 +116,13 @@ fn hide_a_step(host: &Host, case: usize, foreign: &[&str]) {
     for gateway in foreign {
         host.foreign(&format!("route prepend DST via {gateway} dev up0"));
     }
-    let results =
+    let outcomes =
         host.kernel.apply(&host.footprint(), &[step.into(), last.into()].map(Change::Put));
     let arrives = last != nowhere;
     assert_eq!(
-        results.iter().map(Result::is_ok).collect::<Vec<_>>(),
+        outcomes.iter().map(Outcome::is_done).collect::<Vec<_>>(),
         [true, arrives],
-        "{results:?}"
+        "{outcomes:?}"
     );
     let shown = ip(&format!("-N route show {}", host.dst()));
     let ours: Vec<&str> = shown.lines().filter(|line| line.contains("proto 241")).collect();

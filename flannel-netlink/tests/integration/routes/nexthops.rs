@@ -2,9 +2,11 @@
 
 use flannel_core::Kernel;
 use flannel_core::address::Family;
+use flannel_core::kernel::Outcome;
 use flannel_core::object::{Change, Key, Nexthop, Object, Route, Via};
 use flannel_netlink::testing::{Netns, in_netns, ip};
 use flannel_route::{cleanup, ready_for_go};
+use libc::EBUSY;
 
 use super::{Host, in_both_families, up};
 
@@ -50,8 +52,8 @@ fn step_aside(host: &Host, there: usize, foreign: &str) {
         host.foreign(foreign);
     }
     let changes = [plain.into(), nexthop.into(), by_id.into()].map(Change::Put);
-    let results = host.kernel.apply(&host.footprint(), &changes);
-    assert_eq!(results, [Ok(()), Ok(()), Ok(())], "{there} {foreign}");
+    let outcomes = host.kernel.apply(&host.footprint(), &changes);
+    assert_eq!(outcomes, vec![Outcome::Done; 3], "{there} {foreign}");
     let shown = ip(&format!("-N route show {}", host.dst()));
     assert_eq!(shown.matches("proto 241").count(), 1, "{there} {foreign}: {shown}");
     let found = host.kernel.snapshot(&host.footprint()).unwrap();
@@ -90,7 +92,7 @@ fn routes_survive_when_a_group_is_replaced_by_their_nexthop() {
                 Change::Put(sent.into()),
                 Change::Delete(left.into()),
             ];
-            assert_eq!(host.kernel.apply(&host.footprint(), &changes), [Ok(()), Ok(()), Ok(())]);
+            assert_eq!(host.kernel.apply(&host.footprint(), &changes), vec![Outcome::Done; 3]);
             let state = host.kernel.snapshot(&host.footprint()).unwrap();
             assert_eq!(state.get(&Key::Nexthop(id)), Some(&nexthop.into()));
             let routes = state.iter().filter(|object| matches!(object, Object::Route(_)));
@@ -101,7 +103,7 @@ fn routes_survive_when_a_group_is_replaced_by_their_nexthop() {
             host.foreign(&format!("route add DST nhid {id} proto 241"));
             let refused =
                 host.kernel.apply(&host.footprint(), &[Change::Put(bad.into())]).remove(0);
-            let text = refused.unwrap_err().to_string();
+            let text = refused.into_result().unwrap_err().to_string();
             assert!(!text.contains("group"), "{text}");
             assert_eq!(host.found(), Some(sent.into()), "a refused nexthop deletes no route");
         });
@@ -197,7 +199,7 @@ fn foreign_users_of_a_nexthop_are_found_and_not_deleted_with_it() {
                         panic!("{other}: {report:#?}")
                     };
                     assert!(
-                        kept.id == id && why.errno == 16 && why.to_string().contains(expected),
+                        kept.id == id && why.is(EBUSY) && why.to_string().contains(expected),
                         "{why}"
                     );
                 }

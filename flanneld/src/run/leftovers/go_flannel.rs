@@ -13,11 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use flannel_core::address::Dual;
-use flannel_core::kernel::Footprint;
+use flannel_core::kernel::{Footprint, GoRouteKernel};
 use flannel_core::object::Key;
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
-use flannel_core::{Config, Kernel, Subnet};
+use flannel_core::{Config, Subnet};
 use flannel_options::state_dir::{self, is_newer};
 use flannel_route::remove_go_routes;
 use tokio::sync::watch;
@@ -79,7 +79,7 @@ impl GoFlannel {
     /// never returns.
     pub(crate) async fn clear(
         &self,
-        kernel: Arc<dyn Kernel>,
+        kernel: Arc<dyn GoRouteKernel>,
         (footprint, config): (Footprint, &Config),
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
@@ -105,7 +105,12 @@ impl GoFlannel {
 
 /// Removes the routes, except those that the kernel refused to replace by ours. Returns whether all
 /// are gone.
-fn remove(kernel: &dyn Kernel, footprint: &Footprint, lens: Dual<u8>, status: &Status) -> bool {
+fn remove(
+    kernel: &dyn GoRouteKernel,
+    footprint: &Footprint,
+    lens: Dual<u8>,
+    status: &Status,
+) -> bool {
     let spared = Cell::new(false);
     let refused = |dst: &Subnet| {
         let refused = status.failing.get(&Key::Route(*dst)).is_some();
