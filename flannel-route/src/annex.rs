@@ -226,6 +226,7 @@ impl Changes for Merged {
 fn log_deaf(annex: &'static str, error: &KernelError) {
     tracing::warn!(
         annex, %error,
-        "an annex reports no changes by other programs: only the next complete comparison finds them"
+        "an annex reports no changes by other programs: only the next complete comparison finds \
+         them"
     );
 }

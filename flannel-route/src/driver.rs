@@ -1,7 +1,8 @@
 //! The driver: the task of a kernel network.
 //!
-//! Work is done in rounds, one at a time, on a thread that may block. Questions are answered on such
-//! a thread too, because the kernel may be slow. The [listener](crate::listener) has its own thread.
+//! Work is done in rounds, one at a time, on a thread that may block. Questions are answered on
+//! such a thread too, because the kernel may be slow. The [listener](crate::listener) has its own
+//! thread.
 
 use std::pin::pin;
 use std::sync::Arc;

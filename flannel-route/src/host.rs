@@ -115,8 +115,8 @@ impl Host {
     }
 
     /// The first part of [`Host::join_all`] for one of its backends: [`Backend::validate`] and
-    /// [`Backend::prepare`]. The second part is [`Host::join_prepared`]. So a caller can leave out a
-    /// backend that cannot be prepared, and can record the others before their offers are
+    /// [`Backend::prepare`]. The second part is [`Host::join_prepared`]. So a caller can leave out
+    /// a backend that cannot be prepared, and can record the others before their offers are
     /// published.
     ///
     /// The offer and the blueprint get the backend's [lease type](Backend::lease_type).

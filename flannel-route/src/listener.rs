@@ -1,8 +1,8 @@
 //! The listener: a thread that reads the kernel's events, and the events that wait for a round.
 //!
-//! Reading may block. For example, a stream asks the kernel for the name of a device, and the kernel
-//! answers after another program has released the lock of all devices. The runtime must go on
-//! meanwhile: the daemon renews its lease on it, and answers health checks.
+//! Reading may block. For example, a stream asks the kernel for the name of a device, and the
+//! kernel answers after another program has released the lock of all devices. The runtime must go
+//! on meanwhile: the daemon renews its lease on it, and answers health checks.
 //!
 //! The events wait in a bounded queue ([`PendingEvents`]). Too many become an invalidation of
 //! everything.

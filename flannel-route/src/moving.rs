@@ -120,7 +120,8 @@ impl NodeBackends {
         self.sort();
     }
 
-    /// Adds `others` as backends that are not offered, except those of a type that is there already.
+    /// Adds `others` as backends that are not offered, except those of a type that is there
+    /// already.
     pub fn add<'a>(&mut self, others: impl IntoIterator<Item = &'a BackendUse>) {
         for usage in others {
             if !self.0.iter().any(|known| known.lease_type == usage.lease_type) {

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use flannel_core::Credential;
 
-/// How to reach etcd. `Debug` does not show the password, and no credential that is given as a value.
+/// How to reach etcd. `Debug` does not show the password, and no credential that is given as a
+/// value.
 ///
 /// ```
 /// use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};

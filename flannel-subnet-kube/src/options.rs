@@ -20,8 +20,8 @@ pub struct KubeOptions {
     /// The CAs of the API server, as PEM certificates, instead of those of the kubeconfig or the
     /// service account. Without any, the system's CAs are trusted.
     pub ca: Option<Credential>,
-    /// The bearer token, instead of the one of the kubeconfig or the service account. A file is read
-    /// for each request.
+    /// The bearer token, instead of the one of the kubeconfig or the service account. A file is
+    /// read for each request.
     pub token: Option<Credential>,
     /// The prefix of the names of annotations.
     pub prefix: Prefix,

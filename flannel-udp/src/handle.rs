@@ -120,8 +120,8 @@ impl DataPlane {
         running.map(|running| running.program.clone())
     }
 
-    /// The counts of the process, or `None` if there is no process, or it still starts or ends. This
-    /// uses a connection of its own, so it does not wait for other requests.
+    /// The counts of the process, or `None` if there is no process, or it still starts or ends.
+    /// This uses a connection of its own, so it does not wait for other requests.
     ///
     /// # Errors
     /// The process cannot be asked, or gives no counts.

@@ -68,12 +68,12 @@ pub enum StoreConfig {
         /// The API server and this node.
         options: KubeOptions,
     },
-    /// A registry, for example an `EtcdRegistry` that you have opened, or one of your own. The daemon
-    /// runs the lease engine on it.
+    /// A registry, for example an `EtcdRegistry` that you have opened, or one of your own. The
+    /// daemon runs the lease engine on it.
     Registry(Arc<dyn Registry>),
-    /// A manager of leases, for example a `KubeManager` that you have opened, or one of your own. The
-    /// daemon uses its leases: [`DaemonConfig::renew_margin`] and the state of the last run have no
-    /// effect on it.
+    /// A manager of leases, for example a `KubeManager` that you have opened, or one of your own.
+    /// The daemon uses its leases: [`DaemonConfig::renew_margin`] and the state of the last run
+    /// have no effect on it.
     Manager(Arc<dyn SubnetManager>),
 }
 
@@ -117,8 +117,8 @@ impl Default for FirewallConfig {
     }
 }
 
-/// The servers of a daemon. By default nothing listens and nothing is probed. The program `flanneld`
-/// has a control socket, a port for path probes, and path probes.
+/// The servers of a daemon. By default nothing listens and nothing is probed. The program
+/// `flanneld` has a control socket, a port for path probes, and path probes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ControlConfig {
@@ -130,10 +130,11 @@ pub struct ControlConfig {
     /// The group of the control socket (`--control-group`).
     pub group: Option<u32>,
     /// The port of path probes by doctors of other nodes (`--doctor-port`), or 0 if there is none.
-    /// `flanneld` has 8473. A node probes its peers on its own port, so all nodes need the same one.
+    /// `flanneld` has 8473. A node probes its peers on its own port, so all nodes need the same
+    /// one.
     pub doctor_port: u16,
-    /// The time in which each path to a peer is probed (`--path-interval`), or zero if paths are not
-    /// probed. `flanneld` has 300 s.
+    /// The time in which each path to a peer is probed (`--path-interval`), or zero if paths are
+    /// not probed. `flanneld` has 300 s.
     pub path_interval: Duration,
 }
 

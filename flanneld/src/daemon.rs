@@ -50,8 +50,8 @@ impl Daemon {
     }
 
     /// Runs the daemon until `stop` is ready, and returns its value after an end in order: the
-    /// network and the servers end, and then what a backend does when its node goes is done, such as
-    /// the `ShutdownCommand` of `extension`. That may take ten seconds. The data path stays in
+    /// network and the servers end, and then what a backend does when its node goes is done, such
+    /// as the `ShutdownCommand` of `extension`. That may take ten seconds. The data path stays in
     /// place. This daemon, or another one with the same state directory, may run again afterwards.
     ///
     /// ```no_run

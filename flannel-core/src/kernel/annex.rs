@@ -71,8 +71,8 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// The daemon ends, because somebody stops it. Records stay in place. An annex may tell other
     /// programs that this node goes. Blocks. The default does nothing.
     ///
-    /// The same program may run a daemon again. Then it asks `Backend::annexes` for new handles, and
-    /// those must work.
+    /// The same program may run a daemon again. Then it asks `Backend::annexes` for new handles,
+    /// and those must work.
     fn stop(&self) {}
 }
 

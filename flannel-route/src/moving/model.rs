@@ -225,8 +225,8 @@ impl Cluster {
         it.kernel.contains(kind) || (kind != IMPOSSIBLE && !it.broken.contains(kind))
     }
 
-    /// The backends of a network of a node with this target, and those that are left out. `None`: it
-    /// cannot be built, or the network that runs is needed.
+    /// The backends of a network of a node with this target, and those that are left out. `None`:
+    /// it cannot be built, or the network that runs is needed.
     fn lineup(&self, node: usize, target: &'static str) -> Option<(NodeBackends, Vec<BackendUse>)> {
         let it = &self.nodes[node];
         if !self.can_build(node, target) {

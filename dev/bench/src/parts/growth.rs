@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use crate::parts::daemon::figure;
 
-/// The growth of anonymous memory that is allowed, in KiB. An allocator needs it to fill its arenas.
+/// The growth of anonymous memory that is allowed, in KiB. An allocator needs it to fill its
+/// arenas.
 const MEMORY_KIB: u64 = 1024;
 /// The number of descriptors that may be open in addition: connections that just come and go.
 const DESCRIPTORS: u64 = 3;

@@ -78,8 +78,8 @@ impl ActiveBackends {
         self.all.iter().any(|it| it.backend.kind() == backend.kind())
     }
 
-    /// The place of each backend's offer in the lease, in the order of `all`, or `None` if its offer
-    /// is not published.
+    /// The place of each backend's offer in the lease, in the order of `all`, or `None` if its
+    /// offer is not published.
     fn offer_ranks(&self) -> Vec<Option<usize>> {
         let rank = |it: &ActiveBackend| self.order.offered().position(|usage| *usage == it.usage);
         self.all.iter().map(rank).collect()

@@ -109,8 +109,8 @@ fn read_tunnels(
     Ok(found)
 }
 
-/// Sends a packet by this device, whatever the routes to its destination are. The kernel then begins
-/// a handshake.
+/// Sends a packet by this device, whatever the routes to its destination are. The kernel then
+/// begins a handshake.
 fn begin_handshake(link: LinkName, to: IpAddr) -> io::Result<()> {
     let any = flannel_core::address::Family::of(to).unspecified();
     let socket = UdpSocket::bind((any, 0))?;

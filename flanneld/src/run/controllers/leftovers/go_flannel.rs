@@ -67,8 +67,8 @@ impl GoFlannel {
     }
 
     /// Records that this daemon wrote the subnet file, unless routes must be removed first. Call it
-    /// together with the write ([`BlockingQueue::run`]). Otherwise the next start may treat the file
-    /// as Go flannel's.
+    /// together with the write ([`BlockingQueue::run`]). Otherwise the next start may treat the
+    /// file as Go flannel's.
     pub(crate) fn wrote_subnet_file(&self) {
         if self.left_routes() {
             return;

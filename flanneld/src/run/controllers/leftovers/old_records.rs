@@ -71,7 +71,10 @@ impl OldRecords<'_> {
         let records = match blocking(move || annex.records()).await {
             Ok(records) => records.len(),
             Err(error) => {
-                tracing::warn!(%backend, %error, "the records of an earlier backend cannot be read");
+                tracing::warn!(
+                    %backend, %error,
+                    "the records of an earlier backend cannot be read"
+                );
                 return;
             }
         };
