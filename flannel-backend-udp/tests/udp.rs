@@ -45,7 +45,8 @@ async fn path(
     uplink: ExternalInterface,
     has_devices: bool,
 ) -> Result<&'static str, String> {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(config));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(config);
     if !has_devices {
         kernel.fail(1, EOPNOTSUPP, |call| call.operation == Operation::MayChange);
     }
@@ -122,7 +123,8 @@ fn the_kernel_has_a_route_for_each_peer() {
 
 async fn routes() {
     let config = config("auto", "");
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&config));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(&config);
     kernel.use_nexthops(false);
     let peer = Offer { public: address("192.0.2.7"), ..Offer::default() };
     subnets.put_attrs("10.1.7.0-24", LeaseAttrs::from(peer));

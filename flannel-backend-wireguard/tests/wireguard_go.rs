@@ -105,7 +105,8 @@ impl Tunnel {
     fn ask(&self, text: &str) -> String {
         let mut stream = UnixStream::connect(self.socket()).unwrap();
         stream.write_all(format!("{text}\n").as_bytes()).unwrap();
-        let (mut answer, mut part) = (String::new(), [0; 4096]);
+        let mut answer = String::new();
+        let mut part = [0; 4096];
         while !answer.ends_with("\n\n") {
             let len = stream.read(&mut part).unwrap();
             assert!(len > 0, "{answer}");

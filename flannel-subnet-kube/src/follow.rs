@@ -15,13 +15,13 @@ use std::sync::Arc;
 use flannel_core::lease::{Origin, Revision, View};
 use flannel_core::runtime::Task;
 use tokio::sync::watch::{Receiver, Sender, channel};
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use crate::api::pause::Pause;
 use crate::api::{Api, Failure};
 use crate::node::annotations::wrong_overwrites;
 use crate::node::{Node, Wire};
-use list::Freshness;
+use list::{Freshness, LateCache};
 use nodes::Nodes;
 pub(crate) use nodes::ReadOptions;
 use outage::OutageLog;
@@ -29,16 +29,16 @@ use outage::OutageLog;
 /// The largest number of new problems that have a line each in the log. The others share a line.
 const LINES: usize = 5;
 
-/// The state of this node among the followed nodes.
+/// This node among the followed nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Own {
     /// No list is complete yet.
     Unknown,
-    /// There is no such node.
+    /// The node does not exist.
     Gone,
-    /// It exists.
+    /// The node exists.
     Here(Arc<Node>),
-    /// It exists, but cannot be decoded, for this reason.
+    /// The node exists, but cannot be decoded, for this reason.
     Wrong(String),
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Follower {
     pub(crate) read_options: ReadOptions,
     pub(crate) views: Receiver<View>,
     pub(crate) own: Receiver<Own>,
-    /// Only a test uses it before the drop.
+    /// Only a test uses it. Its drop ends the task.
     #[cfg_attr(not(test), expect(dead_code))]
     pub(crate) task: Task,
 }
@@ -73,7 +73,8 @@ impl Follower {
     }
 
     /// Whether its task still runs.
-    pub(crate) fn lives(&self) -> bool {
+    pub(crate) fn is_running(&self) -> bool {
+        // A closed channel is an error.
         self.own.has_changed().is_ok()
     }
 }
@@ -83,8 +84,8 @@ struct Following {
     api: Arc<Api>,
     read_options: ReadOptions,
     nodes: Nodes,
-    /// The first and the last time in a row at which the server's cache was late.
-    late: Option<(Instant, Instant)>,
+    /// `None` unless the server's cache was late at the last list.
+    late: Option<LateCache>,
     /// The last logged error of an event that could not be read.
     unreadable: String,
     /// The name of this node.
@@ -95,7 +96,8 @@ struct Following {
 
 impl Following {
     async fn run(mut self) {
-        let (mut pause, mut outage) = (Pause::new(), OutageLog::default());
+        let mut pause = Pause::new();
+        let mut outage = OutageLog::default();
         let mut freshness = Freshness::Own;
         loop {
             match self.list(&freshness).await {
@@ -119,7 +121,16 @@ impl Following {
         }
     }
 
-    /// Notes that the leases are equal at a later version. Notifies no receiver.
+    /// Publishes the state of this node. Notifies receivers only if it has changed.
+    fn set_own(&self, own: Own) {
+        self.own_node.send_if_modified(|now| {
+            let has_changed = *now != own;
+            *now = own;
+            has_changed
+        });
+    }
+
+    /// Notes that the leases are equal at a later version. Does not notify receivers.
     fn unchanged(&self, revision: Revision) {
         self.views.send_if_modified(|view| {
             view.origin = Origin::Live { revision };
@@ -130,29 +141,30 @@ impl Following {
     /// Publishes the leases. Notifies receivers only if leases changed or became live.
     fn publish(&self, revision: Revision) {
         self.views.send_if_modified(|view| {
-            let changed = self.nodes.leases().changes_since(&view.leases).next().is_some();
-            if changed {
+            let has_changed = self.nodes.leases().changes_since(&view.leases).next().is_some();
+            if has_changed {
                 view.leases = self.nodes.leases().clone();
             }
-            let first = matches!(view.origin, Origin::Cached { .. });
+            let is_first = matches!(view.origin, Origin::Cached { .. });
             view.origin = Origin::Live { revision };
-            first || changed
+            is_first || has_changed
         });
-        let mut wrong = self.nodes.wrong();
+        self.publish_problems();
+    }
+
+    /// Notes the problems of nodes in the status, and logs the new problems.
+    fn publish_problems(&self) {
+        let mut problems = self.nodes.problems();
         if let Own::Here(node) = &*self.own_node.borrow() {
-            let overwrites = wrong_overwrites(
-                &node.values,
-                &self.read_options.families,
-                &self.read_options.prefix,
-            );
-            wrong.extend(
-                overwrites
+            let ReadOptions { prefix, families } = &self.read_options;
+            problems.extend(
+                wrong_overwrites(&node.values, families, prefix)
                     .map(|why| (format!("node {}", node.name), format!("{why}; it is not used"))),
             );
         }
         let mut stats = self.api.stats();
         let known: HashSet<_> = std::mem::take(&mut stats.skipped).into_iter().collect();
-        let mut new = wrong.iter().filter(|problem| !known.contains(*problem));
+        let mut new = problems.iter().filter(|problem| !known.contains(*problem));
         for (key, reason) in new.by_ref().take(LINES) {
             tracing::warn!(store = self.api.name(), %key, %reason, "a node has a problem");
         }
@@ -160,7 +172,7 @@ impl Following {
         if more > 0 {
             tracing::warn!(more, store = self.api.name(), "more nodes have a problem");
         }
-        stats.skipped = wrong;
+        stats.skipped = problems;
     }
 }
 
@@ -204,7 +216,7 @@ mod tests {
         let attrs = LeaseAttrs::from(Offer { public, kind: "vxlan".into(), ..Offer::default() });
         let held = manager.acquire_lease(&attrs).await.unwrap();
         manager.report(&Readiness::Ready).await.unwrap();
-        let story = async {
+        let steps = async {
             let until = async |condition: &dyn Fn() -> bool| {
                 while !condition() {
                     sleep(Duration::from_millis(2)).await;
@@ -216,7 +228,7 @@ mod tests {
                     .is_some_and(|now| now["status"] == status)
             };
             until(&|| says("False") && server.count("watch=") == 1).await;
-            // Like a panic.
+            // The task ends as after a panic.
             manager.shared.follow(|follower| follower.task.abort()).await.unwrap();
             let asked = server.requests().len();
             until(&|| server.count("NotOlderThan") == 2 && server.count("watch=") == 2).await;
@@ -230,7 +242,7 @@ mod tests {
         };
         tokio::select! {
             end = manager.hold_lease(&held) => panic!("{end:?}"),
-            done = tokio::time::timeout(Duration::from_secs(20), story) => {
+            done = tokio::time::timeout(Duration::from_secs(20), steps) => {
                 done.unwrap_or_else(|_| panic!("it takes too long: {:#?}", server.requests()));
             }
         }

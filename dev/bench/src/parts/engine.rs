@@ -40,7 +40,7 @@ impl Engine {
         Self::start_on(fixture, families, |kernel| kernel)
     }
 
-    /// The same with a wrapped kernel.
+    /// Starts an engine on a wrapped kernel.
     pub(crate) fn start_on(
         fixture: &Fixture,
         families: Families,
