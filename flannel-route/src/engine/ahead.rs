@@ -32,10 +32,7 @@ pub(super) struct Applier<'a> {
 
 impl<'a> Applier<'a> {
     /// Does `work` with a second thread that calls `apply`. Passes on the panic of that thread.
-    pub(super) fn with<T>(
-        apply: &'a Apply<'a>,
-        work: impl FnOnce(&Self) -> T,
-    ) -> T {
+    pub(super) fn with<T>(apply: &'a Apply<'a>, work: impl FnOnce(&Self) -> T) -> T {
         // A kernel may use the runtime that it is called on.
         let runtime = Handle::try_current();
         thread::scope(|scope| {
