@@ -956,6 +956,6 @@ fn changes_because_of_leases_are_not_counted_as_repairs() {
         }
         restored(&healthy, "after leases came and went").await;
         in_sync(&mut status, PEERS.into()).await;
-        assert_eq!(status.borrow().repairs, std::collections::BTreeMap::default());
+        assert_eq!(status.borrow().repairs, BTreeMap::default());
     });
 }
