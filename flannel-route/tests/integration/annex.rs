@@ -182,6 +182,11 @@ impl Backend for Bookkeeper {
         "bookkeeper"
     }
 
+    /// The leases of the fake store name no backend.
+    fn lease_type(&self) -> &'static str {
+        ""
+    }
+
     fn validate(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
         Ok(())
     }

@@ -3,20 +3,22 @@
 //!
 //! Real kernel, real backend. iproute2 makes the changes and reads the result.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::net::IpAddr;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::ExternalInterface;
-use flannel_core::kernel::{Footprint, Outcome};
+use flannel_core::kernel::{
+    Changes, Footprint, Invalidation, KernelError, NexthopIds, Outcome, RouteAnswer,
+};
 use flannel_core::lease::{LeaseAttrs, Offer};
-use flannel_core::object::{Change, MacAddr, Neigh, ObjectKind};
+use flannel_core::object::{Change, MacAddr, Neigh, ObjectKind, State};
 use flannel_core::status::{Damage, Status};
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{Backend, Kernel, SubnetManager};
@@ -192,6 +194,14 @@ impl Setup {
 
     /// A host with many peers, and foreign objects.
     async fn start(self) -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
+        self.start_on(|kernel| Arc::new(kernel)).await
+    }
+
+    /// Starts the host on a kernel that stands for the kernel of Linux.
+    async fn start_on(
+        self,
+        stand_in: impl FnOnce(NetlinkKernel) -> Arc<dyn Kernel>,
+    ) -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
         for command in [
             "link add eth0 type veth peer name wire",
             "link set wire up",
@@ -236,7 +246,7 @@ impl Setup {
                 public: public(1),
                 reason: "it is the only one".into(),
             },
-            Arc::new(if self.nexthops { kernel } else { kernel.without_nexthops() }),
+            stand_in(if self.nexthops { kernel } else { kernel.without_nexthops() }),
             Arc::new(subnets.clone()),
         )
         .with_machine_id("test");
@@ -838,9 +848,59 @@ fn messages_lost() -> u64 {
     drops.map(|drops| drops.parse::<u64>().unwrap()).sum()
 }
 
+/// A kernel whose events are not read while its pause is held.
+#[derive(Debug)]
+struct Unread {
+    kernel: NetlinkKernel,
+    pause: Arc<Mutex<()>>,
+}
+
+impl Kernel for Unread {
+    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+        self.kernel.snapshot(footprint)
+    }
+
+    fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError> {
+        self.kernel.nexthop_ids(footprint)
+    }
+
+    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+        self.kernel.nexthop_users(there)
+    }
+
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
+        self.kernel.apply(footprint, changes)
+    }
+
+    fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+        self.kernel.lookup(dst)
+    }
+
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+        let changes = self.kernel.changes()?;
+        Ok(Box::new(UnreadChanges { changes, pause: Arc::clone(&self.pause) }))
+    }
+}
+
+struct UnreadChanges {
+    changes: Box<dyn Changes>,
+    pause: Arc<Mutex<()>>,
+}
+
+#[async_trait::async_trait]
+impl Changes for UnreadChanges {
+    async fn next(&mut self) -> Result<Invalidation, KernelError> {
+        drop(self.pause.lock().unwrap());
+        self.changes.next().await
+    }
+}
+
 /// Overflows the buffer of the network's socket. `nexthops`: the nexthop objects of each peer.
 async fn flood(setup: Setup, nexthops: usize) {
-    let (subnets, mut status) = setup.start().await;
+    let pause = Arc::new(Mutex::new(()));
+    let shared = Arc::clone(&pause);
+    let stand_in = |kernel| Arc::new(Unread { kernel, pause: shared }) as Arc<dyn Kernel>;
+    let (subnets, mut status) = setup.start_on(stand_in).await;
     let healthy = see();
     let by_nexthop = healthy.iter().filter(|line| line.contains(" nhid ")).count();
     // One more is foreign.
@@ -853,8 +913,9 @@ async fn flood(setup: Setup, nexthops: usize) {
         )
     };
     let lost_before = messages_lost();
-    // The runtime has one thread. While it is blocked, the buffer overflows.
     for round in 0..3 {
+        // While nobody reads, the buffer overflows.
+        let unread = pause.lock().unwrap();
         let flood: Vec<Change> = (0..60_000).map(|n| neigh(n + 60_000 * round)).collect();
         assert!(other.apply(&Footprint::default(), &flood[..20_000]).iter().all(Outcome::is_done));
         // In the middle of the flood, where its event is lost.
@@ -864,6 +925,7 @@ async fn flood(setup: Setup, nexthops: usize) {
         ip(&format!("route add 10.1.22{round}.0/24 dev flannel.1 src 192.0.2.1"));
         bridge(&format!("fdb del {} dev flannel.1", mac(Family::V4, victim)));
         assert!(other.apply(&Footprint::default(), &flood[20_000..]).iter().all(Outcome::is_done));
+        drop(unread);
         setup.put_peer(&subnets, LATE + round as u8);
         arrival(&format!("10.1.{}.0/24", u32::from(LATE) + round)).await;
     }
@@ -894,6 +956,6 @@ fn changes_because_of_leases_are_not_counted_as_repairs() {
         }
         restored(&healthy, "after leases came and went").await;
         in_sync(&mut status, PEERS.into()).await;
-        assert_eq!(status.borrow().repairs, std::collections::BTreeMap::default());
+        assert_eq!(status.borrow().repairs, BTreeMap::default());
     });
 }
