@@ -247,7 +247,8 @@ fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
                 // Our route takes its place.
                 host.foreign("route replace DST via FIVE dev up0 proto 241");
                 assert_eq!(host.kernel.delete_go_routes(&found), [Outcome::Done]);
-                let shown = ip(&format!("-N route show {}", host.dst()));
+                let flag = if host.family == Family::V4 { "-4" } else { "-6" };
+                let shown = ip(&format!("{flag} -N route show {}", host.dst()));
                 assert!(shown.contains("proto 241"), "{shown}");
                 host.foreign("route replace DST via FIVE dev up0");
                 assert_eq!(host.kernel.delete_go_routes(&found), [Outcome::Done]);
