@@ -54,7 +54,7 @@ impl Plan {
                     }
                 },
                 Err(rejected) => {
-                    env.advise(rejected.to_string());
+                    env.advise(&rejected);
                     bad = Some(rejected);
                 }
             }

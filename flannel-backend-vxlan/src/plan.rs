@@ -60,7 +60,7 @@ impl Plan {
             out.push(Route { dst, via, mtu: None }.into());
         }
         if out.len() > before {
-            bad.iter().for_each(|rejected| env.advise(rejected.to_string()));
+            bad.iter().for_each(|rejected| env.advise(rejected));
             return Ok(());
         }
         let none = "it has no public address with backend data for any enabled family";
@@ -85,6 +85,8 @@ pub(crate) fn backend_data(vni: u32, mac: MacAddr) -> String {
 #[cfg(test)]
 mod tests {
     use std::net::IpAddr;
+
+    use flannel_core::backend::Advice;
 
     use super::*;
 
@@ -118,7 +120,7 @@ mod tests {
         let own_v6 = Rejection::OwnAddress(address("2001:db8::9"));
         assert_eq!((objects.len(), rejected, advisories), (0, Err(own_v6.clone()), vec![]));
         let (objects, rejected, advisories) = plan_of(peer, ["192.0.2.7", "2001:db8::9"]);
-        assert_eq!((objects.len(), rejected, advisories), (3, Ok(()), vec![own_v6.to_string()]));
+        assert_eq!((objects.len(), rejected, advisories), (3, Ok(()), vec![Advice::from(&own_v6)]));
         // For its own lease a node reserves these objects.
         let (objects, rejected, _) = plan_of(own(), ["192.0.2.9", "2001:db8::9"]);
         assert_eq!((objects.len(), rejected), (6, Ok(())));

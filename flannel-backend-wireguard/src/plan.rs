@@ -59,7 +59,7 @@ impl Plan {
             }
         }
         if out.len() > before {
-            bad.iter().for_each(|rejected| env.advise(rejected.to_string()));
+            bad.iter().for_each(|rejected| env.advise(rejected));
             return Ok(());
         }
         let none = "it has no public address with backend data for any enabled family";
@@ -138,6 +138,8 @@ pub(crate) fn backend_data(key: PublicKey, port: u16) -> Box<str> {
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::backend::Advice;
+
     use super::*;
 
     fn address(text: &str) -> IpAddr {
@@ -165,12 +167,12 @@ mod tests {
         advised(plan, subnets, offer).0
     }
 
-    /// The objects, and the advisories.
+    /// The objects, and the advice.
     fn advised(
         plan: &Plan,
         subnets: &str,
         offer: &Offer,
-    ) -> (Result<Vec<String>, String>, Vec<String>) {
+    ) -> (Result<Vec<String>, String>, Vec<Advice>) {
         let (env, mut objects) = (Env::new(&|_| None), Vec::new());
         let planned = plan.objects(&subnets.parse().unwrap(), offer, &env, &mut objects);
         let objects = objects.iter().map(ToString::to_string).collect();
@@ -212,7 +214,10 @@ mod tests {
         bad.data.v6 = Some("{}".into());
         let (planned, advisories) = advised(&plan, PEER, &bad);
         assert_eq!(planned, Ok(vec![v4]), "the other family is still used");
-        assert!(matches!(&advisories[..], [one] if one.contains("PublicKey")), "{advisories:?}");
+        assert!(
+            matches!(&advisories[..], [one] if one.text.contains("PublicKey")),
+            "{advisories:?}"
+        );
         bad.data.v4 = bad.data.v6.clone();
         let (planned, advisories) = advised(&plan, PEER, &bad);
         assert!(planned.is_err() && advisories.is_empty(), "a rejected lease has one reason");

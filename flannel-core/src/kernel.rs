@@ -11,7 +11,7 @@ use std::net::IpAddr;
 use async_trait::async_trait;
 
 pub use self::annex::{Annex, LongDrops, Refused, Traffic};
-pub use self::changed_by::{ChangedBy, ProcessNames};
+pub use self::changed_by::{ChangedBy, Process, ProcessNames};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
 use crate::config::Config;

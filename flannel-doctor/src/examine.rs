@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use flannel_api::{Client, Finding};
+use flannel_api::{Client, PeerState};
+use flannel_core::Remedy;
 use flannel_core::address::Family;
 use flannel_core::kernel::RouteAnswer;
 use flannel_netlink::NetlinkKernel;
@@ -12,13 +13,13 @@ use serde::Serialize;
 
 use crate::checks::device;
 use crate::checks::host::HostReport;
-use crate::commands::localize_findings;
 use crate::diagnosis::clocks::clocks;
 use crate::diagnosis::mtu::{Fault, settle};
 use crate::diagnosis::peer::{Answers, diagnose};
 use crate::diagnosis::summary::bounded;
 use crate::diagnosis::underlay::underlay;
 use crate::diagnosis::why::lookup;
+use crate::finding::Finding;
 use crate::inputs::devices::{self, Devices};
 use crate::inputs::echo::Answer;
 use crate::inputs::network::{Network, Target};
@@ -45,7 +46,7 @@ pub struct PeerReport {
     /// The subnets of its lease.
     pub subnets: Vec<String>,
     /// Its state, as the daemon reports it.
-    pub state: String,
+    pub state: PeerState,
     /// One for each family.
     pub echoes: Vec<FamilyReport>,
 }
@@ -126,8 +127,7 @@ pub async fn examine(
     look_at_peers(client, network, &devices, options, examination).await;
     let faults = std::mem::take(&mut examination.faults);
     let mut found = settle(faults, &devices, &network.families());
-    localize_findings(&mut found, network.store.as_deref());
-    found.sort_by_key(|finding| !finding.is_error());
+    found.sort_by_key(|finding| finding.severity);
     found
 }
 
@@ -181,9 +181,9 @@ async fn look_at_peers(
     examination: &mut Examination,
 ) {
     let mut targets: Vec<&Target> =
-        network.targets.iter().filter(|target| target.state != "rejected").collect();
+        network.targets.iter().filter(|target| target.state != PeerState::Rejected).collect();
     // The sort is stable: within each group the order by subnet stays.
-    targets.sort_by_key(|target| target.state == "in place");
+    targets.sort_by_key(|target| target.state == PeerState::InPlace);
     let all = targets.len();
     targets.truncate(options.peers);
     if targets.is_empty() && !network.known {
@@ -294,8 +294,7 @@ pub async fn examine_path(
     let own_network = underlay(&answers, 1, &devices);
     let (_, faults) = peer_report(target, &asked[0].1, &mut answers.into_iter(), &devices);
     let faults = own_network.map_or(faults, |finding| vec![finding.into()]);
-    let mut found = settle(faults, &devices, &network.families());
-    localize_findings(&mut found, network.store.as_deref());
+    let found = settle(faults, &devices, &network.families());
     Some(PathExamination { path, passes, finding: found.into_iter().next() })
 }
 
@@ -344,7 +343,7 @@ pub fn peer_report(
         echoes.push(FamilyReport { family, tunnel, public, segments, acknowledged });
     }
     let subnets = target.subnets.iter().map(ToString::to_string).collect();
-    (PeerReport { key: target.key.clone(), subnets, state: target.state.clone(), echoes }, faults)
+    (PeerReport { key: target.key.clone(), subnets, state: target.state, echoes }, faults)
 }
 
 /// A finding if packets to two addresses of a subnet of the peer do not take flannel's route.
@@ -357,17 +356,15 @@ async fn route_fault(
         let size = 1_u128 << (subnet.family().bits() - subnet.len()).min(64);
         for address in [subnet.nth(1), subnet.nth(size.saturating_sub(2))].into_iter().flatten() {
             if let Some(client) = client {
-                let look = format!("flannelctl why {address}");
-                // An invalid answer is no finding.
+                // An invalid answer is not a finding.
                 if let Some(why) = client.why(address).ok().filter(|why| !why.ok) {
                     let text = format!("{address} of {}: {}", target.key, why.verdict);
-                    return Some(
-                        Finding::error("route", text).with_command(why.hint.unwrap_or(look)),
-                    );
+                    let remedy = why.hint.map_or(Remedy::Explain(address), Remedy::Run);
+                    return Some(Finding::error("route", text).with_remedy(remedy));
                 }
             } else if let Some(text) = wrong_way(devices, target, address).await {
-                let repair = format!("systemctl start flanneld; flannelctl why {address}");
-                return Some(Finding::error("route", text).with_command(repair));
+                let remedy = Remedy::All(vec![Remedy::StartDaemon, Remedy::Explain(address)]);
+                return Some(Finding::error("route", text).with_remedy(remedy));
             }
         }
     }

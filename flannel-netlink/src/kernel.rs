@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{
-    Changes, Footprint, KernelError, NexthopIds, ProcessNames, RouteAnswer,
+    Changes, Footprint, KernelError, NexthopIds, Process, ProcessNames, RouteAnswer,
 };
 use flannel_core::object::{Change, Link, State};
 use flannel_core::runtime::lock;
@@ -184,7 +184,7 @@ impl Kernel for NetlinkKernel {
 
 /// Finds the processes that have sockets in the network namespace of this kernel handle.
 impl ProcessNames for NetlinkKernel {
-    fn name(&self, port: u32) -> Option<String> {
+    fn name(&self, port: u32) -> Option<Process> {
         lock(&self.processes).name(port)
     }
 }

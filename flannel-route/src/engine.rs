@@ -823,7 +823,7 @@ mod tests {
         world.settle();
         let status = world.engine.status();
         assert!(status.live && status.in_sync && status.kernel_error.is_none(), "{status:#?}");
-        let advisories: Vec<_> = status.advisories.keys().collect();
+        let advisories: Vec<_> = status.advisories.keys().map(ToString::to_string).collect();
         assert_eq!(advisories, ["2 nodes share the public address 198.51.100.2"]);
         world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
         world.invalidate(&Invalidation::Everything);

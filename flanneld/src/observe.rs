@@ -13,10 +13,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::lease::View;
+use flannel_core::remedy::Trouble;
 use flannel_core::runtime::lock;
 use flannel_core::status::{Status, Waiting};
 use flannel_core::subnet::Ownership;
-use flannel_core::{Config, Error as CoreError, SubnetManager, Subnets};
+use flannel_core::{Config, Error as CoreError, Remedy, SubnetManager, Subnets};
 use flannel_doctor::paths::Paths;
 use flannel_firewall::LegacyMemory;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -89,7 +90,8 @@ impl fmt::Debug for Observer {
 }
 
 impl Observer {
-    /// The source of a daemon that starts now. `set_log` sets its log filter; `None`: it is fixed.
+    /// The source of a daemon that starts now. `set_log` sets its log filter. It is `None` if the
+    /// log belongs to another program, in which the daemon is embedded.
     pub(crate) fn new(set_log: Option<Box<SetLog>>) -> Self {
         let phase = watch::channel(()).0;
         let legacy = LegacyMemory::new(LEGACY);
@@ -172,6 +174,7 @@ impl Observer {
         Snapshot {
             time: SystemTime::now(),
             started: self.0.started,
+            is_embedded: self.0.set_log.is_none(),
             store: store.map(|store| store.store_status()),
             ownership: store
                 .map_or(Ownership::NotAcquired, |store| store.ownership().borrow().clone()),
@@ -344,8 +347,8 @@ impl Drop for RunningGuard<'_> {
             if let Some(running) = known.running.take() {
                 known.earlier.add(&running);
             }
-            let (text, command) = ("the network is rebuilt", "flannelctl watch");
-            known.facts.waits_for = Some((text.to_owned(), command.to_owned()));
+            let trouble = Trouble::new("the network is rebuilt", Remedy::WatchStatus);
+            known.facts.waits_for = Some(trouble);
         });
     }
 }
@@ -427,7 +430,7 @@ pub(crate) mod tests {
     async fn a_network_is_known_while_it_runs() {
         let observer = Observer::default();
         assert!(observer.snapshot().network.is_none());
-        let waits = Some(("a config".to_owned(), "a command".to_owned()));
+        let waits = Some(Trouble::new("a config", Remedy::SetConfig));
         observer.note(|facts| facts.waits_for = waits.clone());
         assert_eq!(observer.snapshot().facts.waits_for, waits);
         let (subnets, running) = network(Status::default()).await;

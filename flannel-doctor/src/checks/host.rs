@@ -13,15 +13,15 @@ mod routes;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use flannel_api::Finding;
 use flannel_core::address::{Dual, Family};
 use flannel_core::object::LinkName;
-use flannel_core::{Subnet, Subnets};
+use flannel_core::{Remedy, Subnet, Subnets};
 use flannel_firewall::{ForwardDrop, LegacyMemory};
 use flannel_netlink::Shadow;
 use flannel_netlink::foreign::{Attached, Rule, TableRoute};
 
-use crate::commands::change_address;
+use crate::finding::Finding;
+use crate::remedy::readdress;
 use limits::Tracked;
 use read::read;
 
@@ -57,10 +57,6 @@ pub const CHECKS: [&str; 16] = [
     DATA_PLANE,
     GUARD,
 ];
-
-/// The repair if a pod network contains addresses of hosts.
-const ANOTHER_NETWORK: &str =
-    "flannelctl config set FILE # with a Network that holds no address of a host";
 
 /// The inputs of the checks. A value that is `None`, or not in a map, could not be read.
 #[derive(Debug, Clone, Default)]
@@ -250,6 +246,11 @@ fn drops(facts: &HostFacts) -> Vec<Finding> {
     facts.drops.iter().filter(concerns).map(finding).collect()
 }
 
+/// The remedy if a pod network contains addresses of hosts.
+fn another_network() -> Remedy {
+    Remedy::SetConfig.remark("with a Network that holds no address of a host")
+}
+
 fn clashes(facts: &HostFacts) -> Vec<Finding> {
     let mut found = Vec::new();
     let network =
@@ -277,7 +278,7 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
                     pods cannot reach it"
                 ),
             )
-            .with_command(ANOTHER_NETWORK),
+            .with_remedy(another_network()),
         });
     }
     // An unsuitable network can contain the addresses of all nodes.
@@ -293,7 +294,7 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
             "the pod network {network} contains {address}, the public address of {subnets}{more}: \
              tunnel packets to it would go into the tunnel"
         );
-        found.push(Finding::error("clash", text).with_command(ANOTHER_NETWORK));
+        found.push(Finding::error("clash", text).with_remedy(another_network()));
     }
     let here: BTreeMap<IpAddr, LinkName> =
         facts.addresses.iter().map(|(device, address)| (*address, *device)).collect();
@@ -319,7 +320,7 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
         } else {
             continue;
         };
-        found.push(finding.with_command(change_address(subnets)));
+        found.push(finding.with_remedy(readdress(subnets)));
     }
     found
 }
@@ -335,9 +336,9 @@ fn pods(facts: &HostFacts) -> Option<Finding> {
         large.len(),
         large.iter().max()?,
     );
-    let repair = "kubectl drain --ignore-daemonsets NODE && kubectl uncordon NODE # or restart \
-                  these pods: a new pod has the right MTU";
-    Some(Finding::warning("pod-mtu", text).with_command(repair))
+    let remedy = Remedy::run("kubectl drain --ignore-daemonsets NODE && kubectl uncordon NODE")
+        .remark("or restart these pods: a new pod has the right MTU");
+    Some(Finding::warning("pod-mtu", text).with_remedy(remedy))
 }
 
 /// Checks that bridged packets pass iptables. Services of Kubernetes need it for pods on a bridge.

@@ -8,11 +8,14 @@
 use std::net::SocketAddr;
 use std::time::SystemTime;
 
-use flannel_api::Finding;
+use flannel_api::Severity;
+use flannel_core::Remedy;
 
-use crate::commands::SET_CLOCK;
+use crate::finding::Finding;
+
 use crate::inputs::handshakes::Handshake;
 use crate::path_probe::FarEnd;
+use crate::remedy::SET_CLOCK;
 
 /// The smallest difference that shows that a clock was set back, in seconds. The clocks of two
 /// hosts differ by less.
@@ -51,13 +54,15 @@ pub(crate) fn clock(key: &str, facts: &Handshake, silent: bool) -> Option<Findin
         "the clock of {whose} was set back, to a time before its last handshake: {other} ignores \
          the handshakes that {whose} begins"
     );
-    let repair = format!(
-        "{SET_CLOCK} # {at}; if that clock is right now: wg set {} peer '{of}' remove, {place}; \
-         flannel puts it back",
-        facts.link
-    );
-    let made = if silent { Finding::error } else { Finding::warning };
-    Some(made("clock", text).with_command(repair))
+    let remedy = Remedy::run(SET_CLOCK)
+        .remark(at)
+        .remark(format!(
+            "if that clock is right now: wg set {} peer '{of}' remove, {place}",
+            facts.link
+        ))
+        .remark("flannel puts it back");
+    let severity = if silent { Severity::Error } else { Severity::Warning };
+    Some(Finding::new("clock", severity, text).with_remedy(remedy))
 }
 
 /// The fault of a tunnel through which the peer does not reply. `None`: the counters show none, or
@@ -69,23 +74,25 @@ pub(crate) fn trouble(key: &str, facts: &Handshake, public_replies: bool) -> Opt
     let (here, port) = (&facts.after, facts.port);
     let no_handshake = !here.is_fresh();
     let node = format!("on the node of {key}");
-    let restart = |at: &str| format!("systemctl restart flanneld # {at}: it publishes its lease");
+    let restart = |at: &str| Remedy::RestartDaemon.remark(format!("{at}: it publishes its lease"));
     let accept = |to: Option<SocketAddr>, port: u16, at: &str| {
         let v6 = to.is_some_and(|to| to.is_ipv6());
         let program = if v6 { "ip6tables" } else { "iptables" };
-        format!("{program} -I INPUT -p udp --dport {port} -j ACCEPT # {at}; else on the way")
+        Remedy::run(format!("{program} -I INPUT -p udp --dport {port} -j ACCEPT"))
+            .remark(at)
+            .remark("else on the way")
     };
     let to_port = here.endpoint.map_or(0, |to| to.port());
     let far = facts.there.iter().flatten().next_back();
     let arrived = (facts.arrived_there(), facts.arrived_here());
-    let (text, repair) = match far {
+    let (text, remedy) = match far {
         Some(FarEnd { key: theirs, .. }) if *theirs != here.key => (
             format!("its device has the public key {theirs}, and its lease has {}", here.key),
             restart(&node),
         ),
         Some(FarEnd { peer: None, .. }) => (
             "it has no peer for this node: it has not got this node's lease, or rejects it".into(),
-            format!("flannelctl peers # {node}"),
+            Remedy::ListPeers.remark(node),
         ),
         Some(FarEnd { peer: Some(peer), .. }) if peer.key != facts.key => (
             format!("it knows this node by the public key {}, not by {}", peer.key, facts.key),
@@ -93,8 +100,8 @@ pub(crate) fn trouble(key: &str, facts: &Handshake, public_replies: bool) -> Opt
         ),
         Some(FarEnd { peer: Some(peer), .. }) if peer.psk != facts.psk => (
             "it has another preshared key (PSK, PSKFile) than this node".into(),
-            "systemctl restart flanneld # on both nodes, once the file of PSKFile is the same there"
-                .into(),
+            Remedy::RestartDaemon
+                .remark("on both nodes, once the file of PSKFile is the same there"),
         ),
         _ if arrived == (Some(true), true) => return None,
         _ if arrived == (Some(true), false) => (
@@ -107,14 +114,18 @@ pub(crate) fn trouble(key: &str, facts: &Handshake, public_replies: bool) -> Opt
         ),
         _ if facts.refused => (
             format!("its UDP port {to_port} is closed: there is no device, or a firewall rejects"),
-            format!("flannelctl doctor # {node}; else {}", accept(here.endpoint, to_port, "there")),
+            Remedy::ExamineNode.remark(node).mention(
+                "else ",
+                accept(here.endpoint, to_port, "there"),
+                "",
+            ),
         ),
         None if arrived.1 && no_handshake => (
             format!(
                 "its packets arrive here: packets to its UDP port {to_port} are lost, or the \
                  preshared keys (PSK, PSKFile) differ"
             ),
-            format!("flannelctl doctor # {node}"),
+            Remedy::ExamineNode.remark(node),
         ),
         _ if arrived.1 => (
             format!("packets to its UDP port {to_port} do not arrive, and those from it arrive"),
@@ -129,11 +140,11 @@ pub(crate) fn trouble(key: &str, facts: &Handshake, public_replies: bool) -> Opt
                 "nothing comes from it: UDP port {to_port} may be blocked there or on the way, or \
                  it does not know this node's public key"
             ),
-            format!("flannelctl doctor # {node}"),
+            Remedy::ExamineNode.remark(node),
         ),
     };
     let what = if no_handshake { "no handshake" } else { "the tunnel is broken" };
-    Some(Finding::error("handshake", format!("{what} with {key}: {text}")).with_command(repair))
+    Some(Finding::error("handshake", format!("{what} with {key}: {text}")).with_remedy(remedy))
 }
 
 #[cfg(test)]
@@ -287,7 +298,7 @@ mod tests {
             let found = trouble(KEY, &facts, true).unwrap();
             assert!(found.is_error() && found.check == "handshake", "{found:?}");
             assert!(found.text.contains(text), "{text}: {found:?}");
-            assert!(found.repair.as_ref().unwrap().starts_with(repair), "{repair}: {found:?}");
+            assert!(found.repair().unwrap().starts_with(repair), "{repair}: {found:?}");
             assert_eq!(clock(KEY, &facts, true), None, "{text}");
         }
     }
@@ -364,7 +375,7 @@ mod tests {
                 KEY => (facts.before.key, "remove, here"),
                 _ => (facts.key, "remove, there"),
             };
-            let repair = found.repair.as_ref().unwrap();
+            let repair = found.repair().unwrap();
             assert!(repair.contains(&format!("'{of}' {place}")), "{repair}");
             assert!(found.is_error() && !clock(KEY, &facts, false).unwrap().is_error());
         }

@@ -5,12 +5,12 @@
 
 use std::net::IpAddr;
 
-use flannel_api::Finding;
+use flannel_core::Remedy;
 use flannel_core::backend::Inlet;
 
-use crate::commands::release;
 use crate::diagnosis::handshake;
 use crate::diagnosis::mtu::{Fault, Narrow};
+use crate::finding::Finding;
 use crate::inputs::devices::Devices;
 use crate::inputs::echo::Answer;
 use crate::inputs::handshakes::Handshake;
@@ -61,9 +61,7 @@ pub fn diagnose(
     let case = Case { key, address, full, question, answers, devices };
     if let Answer::NotSent(error) = small {
         let text = format!("{address} of {key} cannot be asked: {error}");
-        return vec![
-            Finding::error("route", text).with_command(format!("flannelctl why {address}")).into(),
-        ];
+        return vec![Finding::error("route", text).with_remedy(Remedy::Explain(address)).into()];
     }
     let segments = answers.path.segments.as_ref();
     let lost = || segments.and_then(|segments| case.lost(segments));
@@ -110,10 +108,6 @@ impl Case<'_> {
         if answers.tunnel.is_some() && public_replies {
             let inlet = self.devices.datapath.inlets.first();
             let what = inlet.map_or_else(|| "the tunnel".to_owned(), ToString::to_string);
-            let at = match answers.path.acknowledged {
-                0 => "on both hosts; else flannelctl doctor, there",
-                _ => "here",
-            };
             let likely = match answers.path.acknowledged {
                 0 => format!(
                     "{what} may be blocked here, on the way or there, or flannel does not work \
@@ -144,8 +138,12 @@ impl Case<'_> {
                 Some(Inlet::Protocol(number)) => number.to_string(),
                 _ => return Finding::error("tunnel", text),
             };
-            return Finding::error("tunnel", text)
-                .with_command(format!("{program} -I INPUT -p {packets} -j ACCEPT # {at}"));
+            let accept = Remedy::run(format!("{program} -I INPUT -p {packets} -j ACCEPT"));
+            let remedy = match answers.path.acknowledged {
+                0 => accept.mention("on both hosts; else ", Remedy::ExamineNode, ", there"),
+                _ => accept.remark("here"),
+            };
+            return Finding::error("tunnel", text).with_remedy(remedy);
         }
         let neither = if answers.tunnel.is_some() && answers.public.is_some() {
             format!(
@@ -154,7 +152,8 @@ impl Case<'_> {
         } else {
             format!(", at {address}")
         };
-        Finding::error("peer", format!("no reply from {key}{neither}")).with_command(release(key))
+        Finding::error("peer", format!("no reply from {key}{neither}"))
+            .with_remedy(Remedy::ReleaseLease(key.to_string()))
     }
 
     /// The fault if only small echoes are answered.
@@ -241,20 +240,21 @@ impl Case<'_> {
         };
         let device = self.question.device?;
         // Some features of a network card cannot change. `tx off` turns off the others.
-        let repair = if self.question.by_tunnel(self.devices) {
-            format!("ethtool -K {device} tx-checksum-ip-generic off # {at}")
-        } else if at == "here" {
-            format!("ethtool -K {device} tx off # {at}")
+        let remedy = if self.question.by_tunnel(self.devices) {
+            Remedy::run(format!("ethtool -K {device} tx-checksum-ip-generic off")).remark(at)
+        } else if segments.back.is_whole() {
+            Remedy::run(format!("ethtool -K {device} tx off")).remark(at)
         } else {
-            format!("ethtool -K {device} tx off # {at}, where the interface may have another name")
+            Remedy::run(format!("ethtool -K {device} tx off"))
+                .remark(format!("{at}, where the interface may have another name"))
         };
         let text = format!(
             "TCP segments of {} bytes to {} of {} {which}: a firewall drops them, or a network \
              card computes wrong checksums",
             segments.segment, self.address, self.key
         );
-        let repair = format!("{repair}; else nft list ruleset");
-        Some(Finding::error("segments", text).with_command(repair).into())
+        let remedy = remedy.remark("else nft list ruleset");
+        Some(Finding::error("segments", text).with_remedy(remedy).into())
     }
 
     /// The fault if pods of the two nodes have different MTUs.
@@ -321,7 +321,13 @@ mod tests {
             let found = findings(question, &answers, &devices());
             assert!(found.len() <= 1, "{found:?}");
             found.into_iter().next().map(|f| {
-                format!("{} {} {} | {}", f.severity, f.check, f.text, f.repair.unwrap_or_default())
+                format!(
+                    "{} {} {} | {}",
+                    f.severity,
+                    f.check,
+                    f.text,
+                    f.repair().unwrap_or_default()
+                )
             })
         };
         assert_eq!(found_with([ok(), ok()], [ok(), ok()]), None);
@@ -377,7 +383,7 @@ mod tests {
         }
         // The repair configures the size that the search found, plus the tunnel's header.
         let repair = |question: &Question, answers: &Answers, devices: &Devices| {
-            findings(question, answers, devices).pop().unwrap().repair.unwrap()
+            findings(question, answers, devices).pop().unwrap().repair().unwrap()
         };
         let lost = || [ok(), none.clone()];
         let answers =
@@ -421,7 +427,7 @@ mod tests {
             Answers { public: Some([Answer::Nothing, Answer::Nothing]), ..Answers::default() };
         assert_eq!(findings(question, &silent, &bare)[0].check, "peer");
         let repair = |question: &Question, answers: Answers, devices: &Devices| {
-            findings(question, &answers, devices).pop().unwrap().repair.unwrap()
+            findings(question, &answers, devices).pop().unwrap().repair().unwrap()
         };
         for answers in
             [answers(Answer::TooBig(Some(1350)), None), answers(Answer::Nothing, Some(1350))]
@@ -549,7 +555,7 @@ mod tests {
                 let patch =
                     format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
                 assert_eq!(found.len(), 1);
-                assert_eq!(found[0].repair.as_deref(), Some(&*patch), "{:?}", question.family);
+                assert_eq!(found[0].repair().as_deref(), Some(&*patch), "{:?}", question.family);
                 assert!(!found[0].text.contains("too few"), "{}", found[0].text);
             }
             // The same, derived from the size that passes in the tunnel or on the wire.
@@ -572,7 +578,7 @@ mod tests {
                         &devices,
                         &Family::BOTH,
                     );
-                    let repair = found[0].repair.as_deref().unwrap();
+                    let repair = found[0].repair().unwrap();
                     assert!(repair.ends_with(&format!("\"MTU\": {mtu}}}}}'")), "{repair}");
                 }
             }
@@ -604,7 +610,13 @@ mod tests {
             };
             let found = findings(question, &answers, &devices());
             let line = |f: Finding| {
-                format!("{} {} {} | {}", f.severity, f.check, f.text, f.repair.unwrap_or_default())
+                format!(
+                    "{} {} {} | {}",
+                    f.severity,
+                    f.check,
+                    f.text,
+                    f.repair().unwrap_or_default()
+                )
             };
             found.into_iter().map(line).collect::<Vec<_>>()
         };

@@ -1,7 +1,8 @@
 //! The fault of this host's own network.
 
-use flannel_api::Finding;
+use flannel_core::Remedy;
 
+use crate::finding::Finding;
 use crate::inputs::devices::Devices;
 use crate::inputs::echo::Answer;
 use crate::inputs::query::PeerAnswers;
@@ -26,9 +27,9 @@ pub(crate) fn underlay(
         "no node replies, at any address: the network of this host ({uplink}) or the way to all \
          nodes is broken"
     );
-    let repair =
-        format!("ip -s link show {uplink} # has it a carrier, and does it receive packets?");
-    Some(Finding::error("underlay", text).with_command(repair))
+    let remedy = Remedy::run(format!("ip -s link show {uplink}"))
+        .remark("has it a carrier, and does it receive packets?");
+    Some(Finding::error("underlay", text).with_remedy(remedy))
 }
 
 /// Whether the peer was asked, and sent nothing.
@@ -68,6 +69,6 @@ mod tests {
         assert!(!found(&[], 2));
         let down = Devices { uplink_down: true, ..devices.clone() };
         let finding = underlay(&[], 0, &down).unwrap();
-        assert_eq!(finding.repair.as_deref(), Some("ip link set eth0 up"));
+        assert_eq!(finding.repair().as_deref(), Some("ip link set eth0 up"));
     }
 }

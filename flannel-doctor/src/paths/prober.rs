@@ -11,6 +11,7 @@ use crate::inputs::echo_socket::{Echo, IcmpMessage};
 use crate::inputs::network::Target;
 use crate::inputs::peers::Question;
 use crate::{Network, PathExamination, examine_path};
+use flannel_api::PeerState;
 use flannel_core::address::Dual;
 use flannel_core::lease::LeaseSet;
 use flannel_core::network::NetworkHandle;
@@ -252,7 +253,7 @@ fn target(lease: &Lease) -> Target {
         subnets: lease.subnets.iter().collect(),
         public: offer.public,
         backend: offer.kind.to_string(),
-        state: String::new(),
+        state: PeerState::Unknown,
         mtus: Dual::default(),
     }
 }

@@ -3,11 +3,11 @@
 use std::num::NonZeroU32;
 use std::time::SystemTime;
 
-use flannel_api::Finding;
 use flannel_core::Subnets;
 use flannel_core::address::Family;
 use tokio::time::Instant;
 
+use crate::finding::Finding;
 use crate::paths::agenda::Outcome;
 use crate::paths::verdict::{Answers, Fault};
 

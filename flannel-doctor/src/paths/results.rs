@@ -5,16 +5,18 @@ use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
-use flannel_api::{Finding, PathReport, PathsSummary, rounded, seconds};
-use flannel_core::Subnet;
+use flannel_api::{Deployment, More, PathReport, PathState, PathsSummary, rounded, seconds};
 use flannel_core::runtime::lock;
 use flannel_core::status::Histogram;
+use flannel_core::{Remedy, Subnet};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::finding::Finding;
 use crate::paths::agenda::Outcome;
 use crate::paths::record::{Change, Details, PathId, Record};
-use crate::paths::verdict::{Answers, Fault};
+use crate::paths::verdict::Answers;
+use crate::remedy::render;
 
 /// If no node replies for this time, the fault is this host's underlay and not a node.
 const NO_REPLY: Duration = Duration::from_secs(5);
@@ -22,9 +24,6 @@ const NO_REPLY: Duration = Duration::from_secs(5);
 const EXAMINE_AGAIN: Duration = Duration::from_secs(300);
 /// The same for a path that became narrower than its route.
 const EXAMINE_NARROWER: Duration = Duration::from_secs(30);
-const OK: &str = "ok";
-const UNKNOWN: &str = "unknown";
-const LOWERED: &str = "mtu lowered";
 /// The maximum number of lowered MTUs that a summary explains.
 const MOST_LOWERED: usize = 5;
 
@@ -77,14 +76,13 @@ impl Paths {
     /// The numbers of paths. Takes O(n) for n paths.
     pub fn summary(&self) -> PathsSummary {
         let table = self.table();
-        let all = [OK, UNKNOWN, LOWERED].into_iter().chain(Fault::NAMES);
-        let mut states: BTreeMap<String, u64> = all.map(|state| (state.to_owned(), 0)).collect();
+        let mut states: BTreeMap<PathState, u64> = PathState::ALL.map(|state| (state, 0)).into();
         let mut oldest = Some(Duration::ZERO);
         for record in table.records.values() {
-            *states.entry(table.state(record).to_owned()).or_default() += 1;
+            *states.entry(table.state(record)).or_default() += 1;
             oldest = oldest.zip(record.probed).map(|(oldest, at)| oldest.max(at.elapsed()));
         }
-        let lowered = states.get(LOWERED).copied().unwrap_or_default();
+        let lowered = states[&PathState::MtuLowered];
         PathsSummary {
             interval: rounded(table.interval),
             states,
@@ -97,19 +95,20 @@ impl Paths {
                 .collect(),
             oldest: oldest.map(rounded),
             error: table.error.clone(),
+            more: More::new(),
         }
     }
 
     /// One report for each path: failing paths first, then those with lowered MTUs, then the
-    /// longest round trips.
-    pub fn report(&self) -> Vec<PathReport> {
+    /// longest round trips. Repairs are commands for the deployment.
+    pub fn report(&self, deployment: Deployment) -> Vec<PathReport> {
         let (now, table) = (SystemTime::now(), self.table());
         let mut records: Vec<_> = table.records.iter().collect();
         records.sort_by(|(_, a), (_, b)| {
             let works = |record: &Record| (record.fault.is_none(), record.is_lowered());
             works(a).cmp(&works(b)).then(b.round_trip.cmp(&a.round_trip))
         });
-        records.into_iter().map(|(id, record)| table.path(id, record, now)).collect()
+        records.into_iter().map(|(id, record)| table.path(id, record, now, deployment)).collect()
     }
 
     /// The round trips of all small echoes so far.
@@ -241,19 +240,19 @@ impl Paths {
     }
 
     /// The state of a path.
-    pub(crate) fn state(&self, id: &PathId) -> &'static str {
+    pub(crate) fn state(&self, id: &PathId) -> PathState {
         let table = self.table();
-        table.records.get(id).map_or(UNKNOWN, |record| table.state(record))
+        table.records.get(id).map_or(PathState::Unknown, |record| table.state(record))
     }
 }
 
 impl Table {
-    fn state(&self, record: &Record) -> &'static str {
+    fn state(&self, record: &Record) -> PathState {
         match &record.fault {
-            Some(_) if record.is_lowered() => LOWERED,
-            Some(failing) => failing.fault.name(self.any_reply()),
-            None if record.has_replied => OK,
-            None => UNKNOWN,
+            Some(_) if record.is_lowered() => PathState::MtuLowered,
+            Some(failing) => failing.fault.state(self.any_reply()),
+            None if record.has_replied => PathState::Ok,
+            None => PathState::Unknown,
         }
     }
 
@@ -289,37 +288,48 @@ impl Table {
         ))
     }
 
-    fn path(&self, id: &PathId, record: &Record, now: SystemTime) -> PathReport {
-        let lowered = self.lowered(id);
+    fn path(
+        &self,
+        id: &PathId,
+        record: &Record,
+        now: SystemTime,
+        deployment: Deployment,
+    ) -> PathReport {
         let failing = record.fault.as_deref();
         let details = failing.and_then(|failing| failing.details.as_ref());
-        let finding = details.and_then(|details| details.finding.as_ref());
-        let finding = finding.filter(|_| lowered.is_none());
         let state = self.state(record);
-        // The examination of one path does not know that no other node replies either.
-        let of_peer = |finding: &&Finding| finding.check == "peer";
-        let (finding, underlay) = match finding.filter(of_peer) {
-            Some(_) if state == Fault::UnderlayDown.name(true) => {
-                (None, Some("no node replies: the network of this host may be broken"))
+        let (text, remedy) = match self.lowered(id) {
+            Some(text) => (Some(text), None),
+            None => {
+                let finding = details.and_then(|details| details.finding.as_ref());
+                explanation(finding, state).unzip()
             }
-            _ => (finding, None),
         };
-        let text = lowered.or_else(|| finding.map(|finding| finding.text.clone()));
         PathReport {
             key: id.peer.to_string(),
             family: id.family.to_string(),
-            state: state.to_owned(),
+            state,
             since: failing.map(|failing| seconds(failing.since)),
             probed: record.probed.and_then(|at| now.checked_sub(at.elapsed())).map(seconds),
             round_trip: record.round_trip.map(|micros| f64::from(micros.get()) / 1e6),
             passes: record.mtu.or_else(|| details.and_then(|details| details.passes)),
             mtu: record.mtu,
-            text: text.or_else(|| underlay.map(str::to_owned)),
-            repair: finding
-                .and_then(|finding| finding.repair.clone())
-                .or_else(|| underlay.map(|_| "flannelctl doctor".to_owned())),
+            text,
+            repair: remedy.flatten().map(|remedy| render(&remedy, deployment)),
+            more: More::new(),
         }
     }
+}
+
+/// The text about a failing path by the finding of its examination, and the remedy.
+fn explanation(finding: Option<&Finding>, state: PathState) -> Option<(String, Option<Remedy>)> {
+    let finding = finding?;
+    // The examination of one path does not know that no other node replies either.
+    if finding.check == "peer" && state == PathState::UnderlayDown {
+        let text = "no node replies: the network of this host may be broken";
+        return Some((text.to_owned(), Some(Remedy::ExamineNode)));
+    }
+    Some((finding.text.clone(), finding.remedy.clone()))
 }
 
 #[cfg(test)]
@@ -356,15 +366,15 @@ mod tests {
         paths.examined(&id(family), false, Details { passes, finding: None })
     }
 
-    fn states(paths: &Paths) -> Vec<(String, Option<u16>)> {
-        paths.report().into_iter().map(|path| (path.state, path.mtu)).collect()
+    fn states(paths: &Paths) -> Vec<(PathState, Option<u16>)> {
+        paths.report(Deployment::Systemd).into_iter().map(|path| (path.state, path.mtu)).collect()
     }
 
     #[test]
     fn the_mtu_that_passes_is_published_and_the_path_does_not_fail() {
         let paths = lossy();
         examine(&paths, Family::V4, Some(1350));
-        let lost = || ("full size lost".to_owned(), None);
+        let lost = || (PathState::FullSizeLost, None);
         assert_eq!(states(&paths), [lost(), lost()], "nobody lowers the MTUs of routes");
         let mut mtus = paths.mtus();
         let mut published = || {
@@ -376,14 +386,14 @@ mod tests {
         };
         assert_eq!(examine(&paths, Family::V4, Some(1350)), Some(Change::Lowered));
         assert_eq!(published(), (true, format!("{FOUR} 1350")));
-        assert_eq!(states(&paths), [lost(), ("mtu lowered".to_owned(), Some(1350))]);
+        assert_eq!(states(&paths), [lost(), (PathState::MtuLowered, Some(1350))]);
         let summary = paths.summary();
-        assert_eq!((summary.failing, summary.states["mtu lowered"]), (1, 1));
+        assert_eq!((summary.failing, summary.states[&PathState::MtuLowered]), (1, 1));
         let why = format!(
             "packets of more than 1350 bytes are lost on the path to {FOUR}: its route has mtu 1350"
         );
         assert_eq!(summary.lowered, std::slice::from_ref(&why));
-        let report = &paths.report()[1];
+        let report = &paths.report(Deployment::Systemd)[1];
         assert_eq!((report.text.as_ref(), report.passes), (Some(&why), Some(1350)));
         // Another size, and an examination that did not find one.
         assert_eq!(examine(&paths, Family::V4, Some(1400)), Some(Change::Lowered));

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use flannel_api::PathState;
+
 use crate::inputs::echo::Answer;
 
 /// The answers to the echoes of one probe. Those for packets of pods are at the tunnel address, or
@@ -72,23 +74,19 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
-    /// The names of all faults.
-    pub(crate) const NAMES: [&str; 5] =
-        ["node down", "underlay down", "tunnel blocked", "one way", "full size lost"];
-
     /// Whether this fault, which an examination found, explains one that echoes show.
     pub(crate) fn refines(self, of_echoes: Self) -> bool {
         self == Self::OneWay && of_echoes == Self::TunnelBlocked
     }
 
-    /// Its name in the API and in metrics. `any_reply`: another node replies.
-    pub(crate) fn name(self, any_reply: bool) -> &'static str {
+    /// The state of a path with this fault. `any_reply`: another node replies.
+    pub(crate) fn state(self, any_reply: bool) -> PathState {
         match self {
-            Self::Silent if any_reply => Self::NAMES[0],
-            Self::Silent | Self::UnderlayDown => Self::NAMES[1],
-            Self::TunnelBlocked => Self::NAMES[2],
-            Self::OneWay => Self::NAMES[3],
-            Self::FullSizeLost => Self::NAMES[4],
+            Self::Silent if any_reply => PathState::NodeDown,
+            Self::Silent | Self::UnderlayDown => PathState::UnderlayDown,
+            Self::TunnelBlocked => PathState::TunnelBlocked,
+            Self::OneWay => PathState::OneWay,
+            Self::FullSizeLost => PathState::FullSizeLost,
         }
     }
 }
@@ -121,7 +119,7 @@ mod tests {
 
     #[test]
     fn a_silent_node_among_others_is_down() {
-        assert_eq!(Fault::Silent.name(true), "node down");
-        assert_eq!(Fault::Silent.name(false), "underlay down");
+        assert_eq!(Fault::Silent.state(true), PathState::NodeDown);
+        assert_eq!(Fault::Silent.state(false), PathState::UnderlayDown);
     }
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use flannel_api::Finding;
+use flannel_api::PeerState;
 use flannel_core::SubnetManager;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
@@ -13,7 +13,7 @@ use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
 use flannel_doctor::inputs::network::Target;
 use flannel_doctor::path_probe::server::{ServerConfig, serve};
-use flannel_doctor::{Network, examine_path};
+use flannel_doctor::{Finding, Network, examine_path};
 use flannel_netlink::testing::{Netns, in_netns, ip, run};
 use test_support::guest::in_qemu;
 use tokio::sync::{oneshot, watch};
@@ -120,7 +120,7 @@ fn finding() -> Option<Finding> {
         subnets: vec!["10.1.1.0/24".parse().unwrap()],
         public: ["192.0.2.1".parse().unwrap()].into_iter().collect(),
         backend: "wireguard".into(),
-        state: "in place".into(),
+        state: PeerState::InPlace,
         mtus: Dual::default(),
     };
     runtime().block_on(examine_path(&network, &target, Family::V4, PORT)).unwrap().finding

@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use flannel_core::runtime::lock;
+use flannel_core::subnet::{StoreFailure, StoreReason};
 use flannel_core::{Error, Result};
 use tokio::time::{Instant, timeout};
 
@@ -30,7 +31,7 @@ pub(crate) struct Attempts {
 /// No endpoint answers.
 struct Trouble {
     since: Instant,
-    reason: String,
+    reason: StoreReason,
 }
 
 /// The first pause between two attempts of a request, and the longest one. After a short outage, in
@@ -56,7 +57,7 @@ impl Attempts {
     }
 
     /// The reason why no endpoint answers at present.
-    pub(crate) fn trouble(&self) -> Option<String> {
+    pub(crate) fn trouble(&self) -> Option<StoreReason> {
         self.note().as_ref().map(|trouble| trouble.reason.clone())
     }
 
@@ -65,7 +66,7 @@ impl Attempts {
     }
 
     /// Notes that no endpoint answers.
-    fn note_trouble(&self, reason: String) {
+    fn note_trouble(&self, reason: StoreReason) {
         let mut trouble = self.note();
         let since = trouble.as_ref().map_or_else(Instant::now, |known| known.since);
         *trouble = Some(Trouble { since, reason });
@@ -107,7 +108,7 @@ impl Attempts {
             if failure.retry == Retry::Never {
                 return Err(Error::Refused {
                     store: format!("etcd {endpoint}"),
-                    reason: failure.text,
+                    reason: StoreReason::new(failure.text, failure.cause),
                 });
             }
             tracing::debug!(endpoint, key, reason = failure.text, "no answer");
@@ -120,7 +121,8 @@ impl Attempts {
             // Every endpoint is tried before the first pause, and before giving up.
             let all_asked = failures.iter().all(Option::is_some);
             if all_asked && !hopeless {
-                self.note_trouble(format!("etcd: {key}: {}", self.each(&failures)));
+                let StoreReason { text, failure } = self.each(&failures);
+                self.note_trouble(StoreReason::new(format!("etcd: {key}: {text}"), failure));
             }
             // An endpoint that wants a new connection is there.
             let is_absent = failures.iter().flatten().all(|f| f.retry == Retry::Later);
@@ -164,15 +166,17 @@ impl Attempts {
             .unwrap_or_else(|_| Err(Failure::later(format!("no answer within {within:?}"))))
     }
 
-    /// The failure of each endpoint.
-    fn each(&self, failures: &[Option<Failure>]) -> String {
+    /// The failure of each endpoint, with the first cause that is known.
+    fn each(&self, failures: &[Option<Failure>]) -> StoreReason {
         let each: Vec<String> = failures
             .iter()
             .enumerate()
             .filter_map(|(place, failure)| Some((place, failure.as_ref()?)))
             .map(|(place, failure)| format!("{}: {}", self.connections.name(place), failure.text))
             .collect();
-        each.join("; ")
+        let mut causes = failures.iter().flatten().map(|failure| &failure.cause);
+        let cause = causes.find(|cause| **cause != StoreFailure::Other).cloned();
+        StoreReason::new(each.join("; "), cause.unwrap_or_default())
     }
 
     fn give_up(&self, key: &str, failures: &[Option<Failure>], hopeless: bool) -> Error {

@@ -150,10 +150,14 @@ impl Connection {
             Some(Token::File(path)) => {
                 let text = std::fs::read_to_string(path);
                 let bearer = text.map_err(|error| error.to_string()).and_then(|text| bearer(&text));
-                Some(
-                    bearer
-                        .map_err(|error| other(format!("the token {}: {error}", path.display())))?,
-                )
+                let unread = |error| {
+                    let path = path.display().to_string();
+                    Unsent {
+                        reason: format!("the token {path}: {error}"),
+                        cause: Cause::Token(path),
+                    }
+                };
+                Some(bearer.map_err(unread)?)
             }
         };
         let headers = request.headers_mut();
@@ -173,8 +177,10 @@ pub(crate) struct Unsent {
 }
 
 /// The certificate or handshake that caused the failure, if any.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Cause {
+    /// The token in this file cannot be read.
+    Token(String),
     /// This node does not accept the server's certificate.
     ServerCertificate,
     /// The server, or a proxy, does not accept this node's certificate, or requires one.

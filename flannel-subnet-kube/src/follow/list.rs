@@ -95,14 +95,14 @@ impl Following {
         };
         let bytes = read(answer, usize::MAX).await?;
         let wire: Wire<'_> = serde_json::from_slice(&bytes).map_err(|error| {
-            Failure::Failed(format!("get nodes: the answer cannot be read: {error}"))
+            Failure::Failed(format!("get nodes: the answer cannot be read: {error}").into())
         })?;
         Ok(Some(wire.metadata.resource_version.into_owned()).filter(|version| !version.is_empty()))
     }
 
     /// Reads one page, item by item.
     async fn page(&mut self, mut body: Body, own: &mut Own) -> Result<Page, Failure> {
-        let no_list = || Failure::Failed("list nodes: the answer is not a list".to_owned());
+        let no_list = || Failure::Failed("list nodes: the answer is not a list".into());
         let mut splitter = Splitter::default();
         while let Some(bytes) = part(&mut body, PATIENCE).await? {
             let each = |item: &[u8]| {
@@ -115,7 +115,7 @@ impl Following {
             };
             let fed: Result<(), serde_json::Error> =
                 splitter.feed(&bytes, each).map_err(|_| no_list())?;
-            fed.map_err(|error| Failure::Failed(format!("list nodes: {error}")))?;
+            fed.map_err(|error| Failure::Failed(format!("list nodes: {error}").into()))?;
         }
         let metadata = splitter.end().map_err(|_| no_list())?;
         let page: Page = serde_json::from_slice(&metadata).map_err(|_| no_list())?;

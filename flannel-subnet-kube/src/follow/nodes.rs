@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use flannel_core::address::Family;
 use flannel_core::lease::LeaseSet;
+use flannel_core::subnet::SkippedEntry;
 use flannel_core::text::{REASON, shorten};
 use flannel_core::{Lease, Subnets};
 use tokio::time::Instant;
@@ -79,19 +80,26 @@ impl Nodes {
         &self.leases
     }
 
-    /// The problems: nodes and reasons.
-    pub(crate) fn wrong(&self) -> Vec<(String, String)> {
-        let own = self
-            .wrong
-            .iter()
-            .flat_map(|(name, all)| all.iter().map(move |why| (name, why.clone())));
-        let shadowed = self.shadowed.iter().map(|(name, subnets)| {
-            (
-                name,
-                format!("its PodCIDR is the lease {subnets}, which an earlier node holds already"),
-            )
+    /// The problems of nodes, by the kind of the problem.
+    pub(crate) fn wrong(&self) -> Vec<SkippedEntry> {
+        let unreadable = self.wrong.iter().flat_map(|(name, all)| {
+            all.iter().map(move |why| SkippedEntry::new(format!("node {name}"), why.as_str()))
         });
-        own.chain(shadowed).map(|(name, why)| (format!("node {name}"), why)).collect()
+        let wiped = self.wiped.keys().map(|name| {
+            let reason = format!(
+                "its annotations were removed: its last lease stays for {} s, in which its daemon \
+                 should restore them",
+                GRACE.as_secs()
+            );
+            let entry = SkippedEntry::new(format!("node {name}"), reason);
+            SkippedEntry { wiped_node: Some(name.to_string()), ..entry }
+        });
+        let shadowed = self.shadowed.iter().map(|(name, subnets)| {
+            let reason =
+                format!("its PodCIDR is the lease {subnets}, which an earlier node holds already");
+            SkippedEntry::new(format!("node {name}"), reason)
+        });
+        unreadable.chain(wiped).chain(shadowed).collect()
     }
 
     /// Begins a list.
@@ -127,11 +135,6 @@ impl Nodes {
         match before.as_ref().filter(|last| decoded.is_ok_and(|node| self.is_wiped(&node, last))) {
             Some(last) => {
                 lease = Some(Arc::clone(last));
-                wrong.push(format!(
-                    "its annotations were removed: its last lease stays for {} s, in which its \
-                     daemon should restore them",
-                    GRACE.as_secs()
-                ));
                 self.wiped.entry(name.into()).or_insert_with(|| Instant::now() + GRACE);
             }
             None => drop(self.wiped.remove(name)),
@@ -294,8 +297,11 @@ mod tests {
             order.iter().for_each(|text| _ = put(&mut nodes, text));
             assert_eq!(held(&nodes), ["10.1.1.0-24 192.0.2.2"]);
             let wrong = nodes.wrong();
-            assert_eq!(wrong[0].0, "node a");
-            assert!(wrong.len() == 1 && wrong[0].1.contains("an earlier node holds"), "{wrong:?}");
+            assert_eq!(wrong[0].key, "node a");
+            assert!(
+                wrong.len() == 1 && wrong[0].reason.contains("an earlier node holds"),
+                "{wrong:?}"
+            );
             // The shadowed node changes, and gets the lease when the other node is deleted.
             put(&mut nodes, &node("a", "10.1.1.0/24", 7, "192.0.2.7"));
             assert_eq!(
@@ -323,7 +329,10 @@ mod tests {
         assert!(put(&mut nodes, &wiped));
         assert_eq!(nodes.leases().changes_since(&before).count(), 0);
         let wrong = nodes.wrong();
-        assert!(wrong.len() == 1 && wrong[0].1.contains("annotations were removed"), "{wrong:?}");
+        assert!(
+            wrong.len() == 1 && wrong[0].reason.contains("annotations were removed"),
+            "{wrong:?}"
+        );
         let end = nodes.next_end().unwrap();
         assert_eq!(end, Instant::now() + GRACE);
         // Another change of it begins no new time, and neither does a list.
@@ -370,7 +379,7 @@ mod tests {
             let mut nodes = nodes();
             put(&mut nodes, &wrong);
             let wrong = nodes.wrong();
-            assert!(wrong.len() == 1 && wrong[0].1.chars().count() <= REASON + 1, "{wrong:?}");
+            assert!(wrong.len() == 1 && wrong[0].reason.chars().count() <= REASON + 1, "{wrong:?}");
         }
     }
 
@@ -382,7 +391,7 @@ mod tests {
         put(&mut nodes, &node("c", "10.1.3.0/24", 1, "nonsense"));
         assert_eq!(nodes.leases().len(), 2, "c has a subnet, although it has no address");
         let wrong: Vec<String> =
-            nodes.wrong().into_iter().map(|(node, why)| format!("{node}: {why}")).collect();
+            nodes.wrong().into_iter().map(|it| format!("{}: {}", it.key, it.reason)).collect();
         assert!(wrong[0].starts_with("node b: its PodCIDR \"10.1.2.0\""), "{wrong:?}");
         assert!(
             wrong[1]

@@ -31,7 +31,7 @@ async fn an_unreachable_api_server_is_reported() {
         manager
             .store_status()
             .last_error
-            .is_some_and(|(text, _)| text.contains("Connection refused"))
+            .is_some_and(|error| error.text.contains("Connection refused"))
     );
     assert_eq!(manager.store_status().confirmed, None);
 }
@@ -177,7 +177,7 @@ async fn a_forbidden_request_is_reported_with_verb_and_resource() {
     fixture.server.forbid("list", "nodes");
     let views = manager.watch_leases().await.unwrap();
     let reported = |text: &str| {
-        manager.store_status().last_error.is_some_and(|(error, _)| error.contains(text))
+        manager.store_status().last_error.is_some_and(|error| error.text.contains(text))
     };
     until(|| reported("the verb \"list\" on the resource \"nodes\"")).await;
     fixture.server.permit_all();

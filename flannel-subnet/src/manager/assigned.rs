@@ -61,7 +61,7 @@ impl AssignedManager {
     }
 
     fn refused(&self, reason: String) -> Error {
-        Error::Refused { store: self.store.to_string(), reason }
+        Error::Refused { store: self.store.to_string(), reason: reason.into() }
     }
 
     /// The one entry whose public address is among `addresses`; `None` if there is none.

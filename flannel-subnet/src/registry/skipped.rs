@@ -4,6 +4,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use flannel_core::subnet::SkippedEntry;
+
 use super::{Batch, Listing, MOST_SKIPPED, Now};
 
 /// The largest number of newly skipped keys of one list that have a line each in the log, and of
@@ -34,9 +36,12 @@ struct Lines {
 
 impl SkippedKeys {
     /// The keys and reasons.
-    pub(super) fn all(&self) -> Vec<(String, String)> {
-        let known = self.reasons.iter().map(|(key, reason)| (key.clone(), reason.clone()));
-        let more = ("(more keys)".to_owned(), "not even their names are kept".to_owned());
+    pub(super) fn all(&self) -> Vec<SkippedEntry> {
+        let known = self
+            .reasons
+            .iter()
+            .map(|(key, reason)| SkippedEntry::new(key.as_str(), reason.as_str()));
+        let more = SkippedEntry::new("(more keys)", "not even their names are kept");
         known.chain(self.is_full.then_some(more)).collect()
     }
 

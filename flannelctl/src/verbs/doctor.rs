@@ -6,8 +6,9 @@
 mod network;
 mod store;
 
-use flannel_api::{Finding, VERSION, request};
+use flannel_api::{Finding, VERSION};
 use flannel_doctor::checks::files;
+use flannel_doctor::finding::reports;
 use flannel_doctor::inputs::peers::{AddressReport, EchoReport};
 use flannel_doctor::{Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine};
 use flannel_options::{RegistryUrl, state_dir};
@@ -24,8 +25,8 @@ use crate::{Context, Output};
 pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<Output> {
     let client = context.client;
     let mut examination = Examination::default();
-    let network = match client.ask("GET", request::FRESH_STATUS) {
-        Ok(value) => network::with_daemon(context, &value, &mut examination).await?,
+    let network = match client.fresh_status() {
+        Ok(report) => network::with_daemon(context, report, &mut examination).await?,
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
             let selectors = flags.interface.selectors();
             network::without_daemon(context, &selectors, &failure, &mut examination).await
@@ -36,6 +37,7 @@ pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<
     let options = ProbeOptions { peers: flags.peers, doctor_port: flags.doctor_port };
     let daemon = Some(client).filter(|_| network.daemon);
     let found = examine(&network, daemon, &options, &mut examination).await;
+    let found = reports(&found, network.deployment);
     let Examination { layers, peers, .. } = &examination;
     let value = json!({
         "version": VERSION,
@@ -122,6 +124,7 @@ mod tests {
     use std::net::IpAddr;
     use std::time::Duration;
 
+    use flannel_api::{Deployment, PeerState};
     use flannel_core::Config;
     use flannel_core::address::{Dual, Family};
     use flannel_doctor::diagnosis::mtu::settle;
@@ -156,7 +159,7 @@ mod tests {
         examination.layer("store", "etcd answers, 3 leases", Vec::new());
         let text = "rp_filter of flannel.1 is strict: the kernel silently drops packets if \
             replies to them leave via another device";
-        let strict = Finding::warning("rp-filter", text)
+        let strict = flannel_doctor::Finding::warning("rp-filter", text)
             .with_command("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
         examination.layer("host", "something blocks packets of pods", vec![strict.into()]);
         examination.unknown("device", "without a network config the needed devices are not known");
@@ -165,7 +168,7 @@ mod tests {
             subnets: vec!["10.1.7.0/24".parse().unwrap()],
             public: [IpAddr::from([192, 0, 2, 7])].into_iter().collect(),
             backend: "vxlan".into(),
-            state: "in place".into(),
+            state: PeerState::InPlace,
             mtus: Dual::default(),
         };
         let mut devices = Devices { mtu: Some(1450), ..vxlan() };
@@ -194,6 +197,7 @@ mod tests {
         examination.peers.push(report);
         examination.layer("peers", "1 asked", faults);
         let found = settle(examination.faults.clone(), &devices, &[Family::V4]);
+        let found = reports(&found, Deployment::Systemd);
         assert_page("doctor", |terminal| page(&examination, &found, terminal));
     }
 
@@ -220,7 +224,7 @@ mod tests {
                 .into_iter()
                 .collect(),
             backend: "vxlan".into(),
-            state: "in place".into(),
+            state: PeerState::InPlace,
             mtus: Dual::default(),
         };
         let devices = Devices { mtu: Some(1430), ..vxlan() };

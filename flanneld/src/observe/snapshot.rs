@@ -4,13 +4,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use flannel_api::{Finding, MoveReport, RefusedConfig};
+use flannel_api::{Deployment, MoveReport, RefusedConfig};
 use flannel_core::kernel::{Refused, Traffic};
 use flannel_core::lease::View;
 use flannel_core::object::ObjectKind;
+use flannel_core::remedy::Trouble;
 use flannel_core::status::{Damage, Histogram, Status, Waiting};
-use flannel_core::subnet::{Ownership, StoreStatus};
+use flannel_core::subnet::{Ownership, StoreKind, StoreStatus};
 use flannel_core::{Config, Lease, Subnets};
+use flannel_doctor::Finding;
 use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_firewall::Packets;
 
@@ -21,6 +23,8 @@ pub(crate) struct Snapshot {
     pub(crate) time: SystemTime,
     /// The start of the daemon.
     pub(crate) started: SystemTime,
+    /// The daemon is a part of another program.
+    pub(crate) is_embedded: bool,
     /// `None` before the registry was opened.
     pub(crate) store: Option<StoreStatus>,
     pub(crate) ownership: Ownership,
@@ -73,7 +77,7 @@ impl Counters {
 pub(crate) struct Facts {
     /// The reason why the next network cannot be built yet, and the command that helps. While a
     /// network without a lease runs, why no lease is requested.
-    pub(crate) waits_for: Option<(String, String)>,
+    pub(crate) waits_for: Option<Trouble>,
     /// Pods may start: the subnet file is written.
     pub(crate) subnet_file: bool,
     /// The number of networks that have run.
@@ -108,9 +112,18 @@ pub(crate) struct NetworkSnapshot {
 }
 
 impl Snapshot {
-    /// The name of the store.
-    pub(crate) fn store_name(&self) -> Option<&str> {
-        self.store.as_ref().map(|store| store.store.as_str())
+    /// How the daemon is deployed, which decides on the commands that it shows.
+    pub(crate) fn deployment(&self) -> Deployment {
+        match (self.store_kind().is_kubernetes(), self.is_embedded) {
+            (true, _) => Deployment::Kubernetes,
+            (false, true) => Deployment::Embedded,
+            (false, false) => Deployment::Systemd,
+        }
+    }
+
+    /// The kind of the store.
+    pub(crate) fn store_kind(&self) -> &StoreKind {
+        self.store.as_ref().map_or(&StoreKind::Other, |store| &store.kind)
     }
 
     /// The same with the state of the encrypted tunnels, as it was within the last second.

@@ -1,8 +1,7 @@
 //! Findings on this host, for a daemon that runs.
 
-use flannel_api::Finding;
+use flannel_doctor::Finding;
 use flannel_doctor::checks::host::{self, DATA_PLANE, DUPLICATE, GUARD, HostReport, HostScene};
-use flannel_doctor::commands::localize_findings;
 use flannel_firewall::LegacyMemory;
 
 use crate::observe::Snapshot;
@@ -25,12 +24,8 @@ pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostRepo
     report.findings.retain(|finding| finding.check != DUPLICATE);
     let of_traffic = network.traffic.iter().flat_map(|traffic| traffic.problems.clone());
     let of_guard = network.refused.iter().flat_map(|refused| refused.problems.clone());
-    let of_traffic = of_traffic.map(|problem| (DATA_PLANE, problem));
-    let problems = of_traffic.chain(of_guard.map(|problem| (GUARD, problem)));
-    report.findings.extend(
-        problems
-            .map(|(check, (text, command))| Finding::warning(check, text).with_command(command)),
-    );
-    localize_findings(&mut report.findings, snapshot.store_name());
+    let of_traffic = of_traffic.map(|trouble| Finding::of_trouble(DATA_PLANE, trouble));
+    let of_guard = of_guard.map(|trouble| Finding::of_trouble(GUARD, trouble));
+    report.findings.extend(of_traffic.chain(of_guard));
     report
 }

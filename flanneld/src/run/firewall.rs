@@ -131,8 +131,8 @@ impl FirewallConfig {
             let why = error.to_string();
             if logged.as_ref() != Some(&why) {
                 tracing::warn!(error = %why, "the firewall rules cannot be made, retrying");
-                let cure = error.cure();
-                rulebook.send_replace(Rulebook::Missing { why: why.clone(), cure, requested });
+                let remedy = error.remedy();
+                rulebook.send_replace(Rulebook::Missing { why: why.clone(), remedy, requested });
                 settled.map(|settled| settled.send_replace(true));
                 logged = Some(why);
             }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use flannel_core::lease::{Origin, View};
 use flannel_core::network::{Ended, NetworkHandle};
+use flannel_core::remedy::Trouble;
 use flannel_core::status::Status;
 use flannel_core::{Config, Kernel, SubnetManager, Subnets};
 use flannel_doctor::checks::host::log_changes;
@@ -88,7 +89,7 @@ async fn run_until_next(
     let datapath = ready.team.datapath(settings);
     let (book, rulebook) = watch::channel(settings.firewall.rulebook(&ready.config));
     let running = ready.running(settings, rulebook);
-    let probes = running.probes(&settings.control, subnets.store_status().store);
+    let probes = running.probes(&settings.control);
     let responder = server::serve(running.probe_server(settings.control.doctor_port));
     let _running = observer.running(running);
     let Ready { config, refused, before, team, moving, network, paths, views, .. } = ready;
@@ -279,8 +280,9 @@ async fn until_live(
                 "the store answers, but no lease is requested, because no network could be built"
             );
         }
-        let cure = error.cure(&subnets.store_status().store);
-        observer.note(|facts| facts.waits_for = why.clone().map(|why| (why, cure)));
+        let remedy = error.remedy(&subnets.store_status().kind);
+        let trouble = why.clone().map(|why| Trouble::new(why, remedy));
+        observer.note(|facts| facts.waits_for = trouble);
         logged = why.or(logged);
         tokio::time::sleep(if gone { STORE_AGAIN } else { SECOND_THOUGHT }).await;
     }
@@ -337,7 +339,7 @@ async fn look(observer: &Observer, mut rules: watch::Receiver<bool>) -> Infallib
     loop {
         let snapshot = observer.snapshot().with_traffic().await;
         let findings = host::look(&snapshot, observer.legacy()).await.findings;
-        log_changes(&snapshot.facts.findings, &findings);
+        log_changes(&snapshot.facts.findings, &findings, snapshot.deployment());
         observer.note(|facts| facts.findings = findings);
         tokio::time::sleep(LOOK).await;
     }

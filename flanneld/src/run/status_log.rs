@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use flannel_core::Subnets;
 use flannel_core::object::ObjectKind;
-use flannel_core::status::{Damage, Failure, Rejection, Repair, Status};
+use flannel_core::status::{Advisory, Damage, Failure, Rejection, Repair, Status};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tracing::field::display;
@@ -108,7 +108,7 @@ impl StatusLog {
         let mut refused = refused.filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
         let refusal = refused.next().map(|failure| (failure, refused.count()));
         let line = |(failure, more): (&Failure, usize)| {
-            Line::Refused(failure.change.clone(), failure.error.to_string(), more)
+            Line::Refused(failure.change.to_string(), failure.error.to_string(), more)
         };
         lines.extend(self.refusals.lines(at, refusal, line, ("refusals", true)));
         let leases = || now.rejected.changes_since(&logged.rejected);
@@ -120,7 +120,7 @@ impl StatusLog {
         lines.extend(self.accepted.lines(at, new, line, ("leases accepted or gone", false)));
         let new =
             now.advisories.changes_since(&logged.advisories).filter(|(.., now)| now.is_some());
-        let line = |(advisory, ..): (&String, _, _)| Line::Advisory(advisory.clone());
+        let line = |(advisory, ..): (&Advisory, _, _)| Line::Advisory(advisory.to_string());
         lines.extend(self.advisories.lines(at, new, line, ("warnings", true)));
         lines.extend(self.repairs.lines(now, &logged, at));
         lines
@@ -294,12 +294,14 @@ mod tests {
     fn many_rejections_and_advisories_are_logged_in_few_lines_and_counted() {
         let (mut log, start) = (StatusLog::default(), Instant::now());
         let no = || Rejection::Rejected("no".into());
+        let advisory =
+            |n: u8| Advisory::OfLease { subnets: lease(n), text: "x".into(), address: None };
         let mut status = Status::default();
         status.rejected = (0..200).map(|n| (lease(n), no())).collect();
-        status.advisories = (0..200).map(|n| (format!("advisory {n:03}"), ())).collect();
+        status.advisories = (0..200).map(|n| (advisory(n), ())).collect();
         let lines = log.lines(&Arc::new(status.clone()), start);
         let named = (0..5).map(|n| Line::Rejected(lease(n), no().to_string()));
-        let advisories = (0..5).map(|n| Line::Advisory(format!("advisory {n:03}")));
+        let advisories = (0..5).map(|n| Line::Advisory(advisory(n).to_string()));
         assert_eq!(lines, named.chain(advisories).collect::<Vec<_>>());
         assert_eq!(log.next(), Some(start + WINDOW));
         status.rejected = Listing::default();

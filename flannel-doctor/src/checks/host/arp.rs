@@ -2,9 +2,8 @@
 
 use std::net::IpAddr;
 
-use flannel_api::Finding;
-
 use super::{HostFacts, sysctl_name};
+use crate::finding::Finding;
 
 /// Checks that this host answers ARP requests for its public address.
 ///

@@ -1,15 +1,19 @@
 //! Changes of the findings of a host that is checked again and again.
 
-use flannel_api::Finding;
+use flannel_api::{Deployment, Severity};
+use flannel_core::Remedy;
 
-/// Logs the findings that are new, and those that are gone.
-pub fn log_changes(before: &[Finding], now: &[Finding]) {
+use crate::finding::Finding;
+
+/// Logs the findings that are new, with the commands for the deployment, and the findings that are
+/// gone.
+pub fn log_changes(before: &[Finding], now: &[Finding], deployment: Deployment) {
     let (gone, new) = changes(before, now);
     for Finding { check, text, .. } in gone {
         tracing::info!(%check, finding = %text, "a finding about this host is gone");
     }
     for finding in new {
-        let Finding { check, text, repair, .. } = finding;
+        let flannel_api::Finding { check, text, repair, .. } = finding.report(deployment);
         let repair = repair.as_ref().map(tracing::field::display);
         if finding.is_error() {
             tracing::error!(%check, repair, "{text}");
@@ -19,7 +23,7 @@ pub fn log_changes(before: &[Finding], now: &[Finding]) {
     }
 }
 
-/// The findings that are gone, and the new ones. Findings with the same check, severity and command
+/// The findings that are gone, and the new ones. Findings with the same check, severity and remedy
 /// are the same, because a text may have an age. Of several such findings, each counts.
 fn changes<'a>(before: &'a [Finding], now: &'a [Finding]) -> (Vec<&'a Finding>, Vec<&'a Finding>) {
     (without(before, now), without(now, before))
@@ -40,8 +44,8 @@ fn without<'a>(all: &'a [Finding], others: &[Finding]) -> Vec<&'a Finding> {
     left
 }
 
-fn key(finding: &Finding) -> (&str, bool, Option<&str>) {
-    (finding.check.as_str(), finding.is_error(), finding.repair.as_deref())
+fn key(finding: &Finding) -> (&str, Severity, Option<&Remedy>) {
+    (finding.check.as_str(), finding.severity, finding.remedy.as_ref())
 }
 
 #[cfg(test)]

@@ -4,12 +4,12 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use flannel_api::Finding;
-use flannel_core::Subnet;
 use flannel_core::address::Family;
+use flannel_core::{Remedy, Subnet};
 use flannel_netlink::foreign::{Attached, Rule, RuleAction, Share, TableRoute};
 
 use super::HostFacts;
+use crate::finding::Finding;
 
 /// `RT_TABLE_DEFAULT`.
 const DEFAULT: u32 = 253;
@@ -134,7 +134,7 @@ pub(super) fn rules(facts: &HostFacts) -> Vec<Finding> {
                         if rule.rest == Share::Some { Finding::warning } else { Finding::error };
                     let text =
                         format!("by the rule of priority {}, packets to {to} {way}", rule.priority);
-                    misled.push(make("ip-rule", text).with_command(deletion(ip, rule, &rules)));
+                    misled.push(make("ip-rule", text).with_remedy(deletion(ip, rule, &rules)));
                 }
                 is_decided = share == Share::All;
                 if is_decided {
@@ -157,22 +157,23 @@ pub(super) fn rules(facts: &HostFacts) -> Vec<Finding> {
     misled.truncate(MOST_RULES);
     if more > 0 {
         let text = format!("{more} more rules lead packets of pods past flannel's routes");
-        let repair = "ip rule show; ip -6 rule show # then delete the wrong ones";
-        misled.push(Finding::warning("ip-rule", text).with_command(repair));
+        let remedy =
+            Remedy::run("ip rule show; ip -6 rule show").remark("then delete the wrong ones");
+        misled.push(Finding::warning("ip-rule", text).with_remedy(remedy));
     }
     misled.extend(found);
     misled
 }
 
-/// The command that deletes one of `rules`. The text of a rule lacks some selectors, so it may be
+/// The remedy that deletes one of `rules`. The text of a rule lacks some selectors, so it may be
 /// that of another rule with the same priority.
-fn deletion(ip: &str, rule: &Rule, rules: &[&Rule]) -> String {
+fn deletion(ip: &str, rule: &Rule, rules: &[&Rule]) -> Remedy {
     let priority = rule.priority;
     let is_only = rules.iter().filter(|other| other.priority == priority).count() == 1;
     if rule.rest == Share::All && is_only {
-        format!("{ip} rule del {rule}")
+        Remedy::run(format!("{ip} rule del {rule}"))
     } else {
-        format!("{ip} rule show pref {priority} # then delete the right one")
+        Remedy::run(format!("{ip} rule show pref {priority}")).remark("then delete the right one")
     }
 }
 

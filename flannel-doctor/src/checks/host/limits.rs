@@ -2,10 +2,10 @@
 
 use std::net::IpAddr;
 
-use flannel_api::Finding;
 use flannel_core::address::Family;
 
 use super::HostFacts;
+use crate::finding::Finding;
 
 /// The connections that the kernel tracks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,10 +1,10 @@
 //! Routes of other programs to the destinations of flannel's routes.
 
-use flannel_api::Finding;
 use flannel_core::address::Family;
 use flannel_netlink::{Shadow, Taken};
 
 use super::HostFacts;
+use crate::finding::Finding;
 
 /// The largest number of routes of other programs that have a finding each.
 const MOST_SHADOWS: usize = 5;

@@ -26,8 +26,8 @@ pub(super) async fn of_store(registry: &dyn Registry) -> Types {
 /// its answer has the preferred types.
 pub(super) async fn of_cluster(context: &Context<'_>) -> Types {
     if context.global.only_kubernetes {
-        let peers = context.client.peers().map_err(|error| error.to_string())?;
-        return Ok(peers.into_iter().map(|peer| vec![peer.backend]).collect());
+        let report = context.client.peers().map_err(|error| error.to_string())?;
+        return Ok(report.peers.into_iter().map(|peer| vec![peer.backend]).collect());
     }
     let registry = context.global.open_registry().await.map_err(|error| error.to_string())?;
     of_store(&*registry).await

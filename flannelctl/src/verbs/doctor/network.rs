@@ -4,31 +4,32 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use flannel_api::{
-    Client, Finding, InletReport, NetworkReport, PathReport, PathsSummary, PeerReport, Problem,
-    StatusReport, StoreReport, request,
+    Client, Deployment, InletReport, NetworkReport, PathReport, PathsSummary, PeerReport,
+    PeerState, Problem, ProblemCause, StatusReport, StoreReport,
 };
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::lease::{LeaseSet, Offer};
 use flannel_core::object::MacAddr;
-use flannel_core::{Config, Lease, Subnets};
+use flannel_core::subnet::{StoreFailure, StoreReason};
+use flannel_core::{Config, Lease, Remedy, Subnets};
 use flannel_doctor::checks::host::{HostReport, HostScene, check_host};
-use flannel_doctor::commands::restore_store;
 use flannel_doctor::diagnosis::contest::contest;
 use flannel_doctor::diagnosis::mtu::Fault;
 use flannel_doctor::inputs::network::Target;
-use flannel_doctor::{Examination, Layer, Network};
+use flannel_doctor::store::Lock;
+use flannel_doctor::{Examination, Finding, Layer, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
-use super::store::{ask_for_time, lock_holder, slow};
+use super::store::{ask_for_time, lock, slow};
 use crate::error::Result;
 use crate::options::Global;
 use crate::verbs::paths::numbers;
-use crate::{Context, offline, status};
+use crate::{Context, offline};
 
 /// The time in which a daemon must apply changes. If it takes longer, this is a fault.
 pub(super) const SETTLE_TIME: Duration = Duration::from_secs(2);
@@ -38,19 +39,16 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(4);
 /// Adds the layers that the daemon reports on.
 pub(super) async fn with_daemon(
     Context { client, global, .. }: Context<'_>,
-    value: &Value,
+    report: StatusReport,
     examination: &mut Examination,
 ) -> Result<Network> {
-    let report = settled(client, status::answer(value)?).await?;
-    let (store, other): (Vec<_>, Vec<_>) =
-        report.problems.iter().partition(|p| p.text.starts_with("the store "));
-    let finding = |check: &'static str| {
-        move |problem: &Problem| {
-            let made = if problem.is_error() { Finding::error } else { Finding::warning };
-            Finding { repair: problem.hint.clone(), ..made(check, problem.text.as_str()) }
-        }
-    };
-    let mut of_store: Vec<Finding> = store.into_iter().map(finding("store")).collect();
+    let report = settled(client, report).await?;
+    let deployment = report.daemon.deployment;
+    let is_of_store =
+        |problem: &&Problem| matches!(problem.cause, ProblemCause::StoreUnreachable { .. });
+    let (store, other): (Vec<_>, Vec<_>) = report.problems.iter().partition(is_of_store);
+    let mut of_store: Vec<Finding> =
+        store.into_iter().map(|problem| finding("store", problem)).collect();
     if let Some(StoreReport { name, error: None, .. }) = &report.store {
         of_store.extend(ask_for_time(global, name).await);
     }
@@ -61,7 +59,7 @@ pub(super) async fn with_daemon(
     );
     let word = if report.ready { "ready" } else { "not ready" };
     let again = report.network.as_ref().and_then(|n| contest(&n.repairs, report.time));
-    let of_daemon = other.into_iter().map(finding("daemon")).chain(again);
+    let of_daemon = other.into_iter().map(|problem| finding("daemon", problem)).chain(again);
     examination.layer(
         "daemon",
         format!("flanneld {}, {word}", report.daemon.version),
@@ -69,15 +67,11 @@ pub(super) async fn with_daemon(
     );
     let Some(network) = report.network else {
         examination.unknown("host", "no network runs");
-        return Ok(Network {
-            daemon: true,
-            store: report.store.map(|store| store.name),
-            ..Network::default()
-        });
+        return Ok(Network { daemon: true, deployment, ..Network::default() });
     };
-    examination.host(HostReport { findings: report.findings, unread: report.unread });
-    let peers = client.ask("GET", request::PEERS)?;
-    let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
+    let findings = report.findings.into_iter().map(Finding::from).collect();
+    examination.host(HostReport { findings, unread: report.unread });
+    let peers = client.peers()?.peers;
     let mut targets: Vec<Target> = peers.iter().map(target).collect();
     if let Some(summary) = &network.paths {
         let state = match summary {
@@ -92,7 +86,7 @@ pub(super) async fn with_daemon(
     }
     Ok(Network {
         daemon: true,
-        store: report.store.map(|store| store.name),
+        deployment,
         known: true,
         backend: network.lease_type.clone(),
         datapath: datapath(&network),
@@ -101,6 +95,12 @@ pub(super) async fn with_daemon(
         targets,
         published: Dual::default(),
     })
+}
+
+/// The finding on a problem that the daemon reports.
+fn finding(check: &str, problem: &Problem) -> Finding {
+    let remedy = problem.hint.clone().map(Remedy::Run);
+    Finding { remedy, ..Finding::new(check, problem.severity, problem.text.as_str()) }
 }
 
 /// Adds the results of the daemon's probes. Peers with failing paths come first, so that the
@@ -145,7 +145,7 @@ async fn settled(client: &Client, mut report: StatusReport) -> Result<StatusRepo
     let start = Instant::now();
     while is_applying(&report) && start.elapsed() < SETTLE_TIME {
         tokio::time::sleep(SETTLE_TIME / 20).await;
-        report = status::answer(&client.ask("GET", request::STATUS)?)?;
+        report = client.status()?;
     }
     Ok(report)
 }
@@ -168,7 +168,7 @@ fn target(peer: &PeerReport) -> Target {
             .filter_map(|text| text.parse::<std::net::IpAddr>().ok())
             .collect(),
         backend: peer.backend.clone(),
-        state: peer.state.clone(),
+        state: peer.state,
         mtus: Dual::default(),
     }
 }
@@ -191,17 +191,24 @@ pub(super) async fn without_daemon(
         }
         Err(error) => {
             // The doctor gives up before the store names the process that it waits for.
-            let error = match lock_holder(global) {
-                Some(holder) => format!("{error}: .lock: held by {holder}"),
-                None => error,
+            let error = match lock(global) {
+                Lock::Held(by) => {
+                    let holder = match &by {
+                        Some(holder) => holder.to_string(),
+                        None => "another process".to_owned(),
+                    };
+                    let text = format!("{error}: .lock: held by {holder}");
+                    StoreReason::new(text, StoreFailure::Locked { by })
+                }
+                Lock::Free => error,
             };
             let name = offline::store_name(global);
             let finding = Finding::error("store", format!("{name} does not answer: {error}"));
-            let repair = store_repair(global, &error);
+            let remedy = store_remedy(global, error.failure);
             examination.layer(
                 "store",
                 format!("{name} does not answer"),
-                vec![finding.with_command(repair).into()],
+                vec![finding.with_remedy(remedy).into()],
             );
             let saved = offline::saved(global);
             let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
@@ -209,8 +216,7 @@ pub(super) async fn without_daemon(
             (Err(String::new()), leases)
         }
     };
-    let finding =
-        Finding::error("daemon", failure.to_string()).with_command("systemctl start flanneld");
+    let finding = Finding::error("daemon", failure.to_string()).with_remedy(Remedy::StartDaemon);
     examination.layer("daemon", "does not run", vec![finding.into()]);
     let parsed = text.and_then(|text| {
         Config::parse(&text.text)
@@ -219,8 +225,7 @@ pub(super) async fn without_daemon(
     if let Err(error) = &parsed
         && !error.is_empty()
     {
-        let finding =
-            Finding::error("config", error.as_str()).with_command("flannelctl config set FILE");
+        let finding = Finding::error("config", error.as_str()).with_remedy(Remedy::SetConfig);
         examination.faults.push(finding.into());
     }
     // Use the config of the last daemon.
@@ -232,10 +237,12 @@ pub(super) async fn without_daemon(
     of_config(context, selectors, (config, leases), examination).await
 }
 
-/// The command that repairs the store, by the error of a request to it.
-fn store_repair(global: &Global, error: &str) -> String {
-    let unnamed = || "flannelctl --registry URL doctor".to_owned();
-    offline::store_url(global).map_or_else(unnamed, |url| restore_store(&url, error))
+/// What repairs the store, by the cause of the failure of a request to it.
+fn store_remedy(global: &Global, failure: StoreFailure) -> Remedy {
+    match offline::store_kind(global) {
+        Some(store) => Remedy::RestoreStore { store, failure },
+        None => Remedy::run("flannelctl --registry URL doctor"),
+    }
 }
 
 async fn of_config(
@@ -267,19 +274,19 @@ async fn of_config(
     }
     let state = |subnets: &Subnets| {
         let inside = |subnet| config.pod_networks().any(|network| network.covers(&subnet));
-        if subnets.iter().all(inside) { offline::UNKNOWN } else { "rejected" }
+        if subnets.iter().all(inside) { PeerState::Unknown } else { PeerState::Rejected }
     };
     let target = |lease: &std::sync::Arc<Lease>| Target {
         key: lease.subnets.to_string(),
         subnets: lease.subnets.iter().collect(),
         public: lease.attrs.preferred.public,
         backend: lease.attrs.preferred.kind.to_string(),
-        state: state(&lease.subnets).to_owned(),
+        state: state(&lease.subnets),
         mtus: Dual::default(),
     };
     Network {
         daemon: false,
-        store: None,
+        deployment: Deployment::default(),
         known: true,
         backend: backends.lease_type(&config).to_owned(),
         datapath: backends.datapath(&config),
