@@ -27,7 +27,7 @@ pub enum Error {
         socket.as_ref().map(|path| format!(" at {}", path.display())).unwrap_or_default()
     )]
     NoDaemon {
-        /// The socket; `None`: the daemon has none.
+        /// The socket, or `None` if the daemon has none.
         socket: Option<PathBuf>,
         /// The reason.
         reason: String,
@@ -55,7 +55,7 @@ pub enum Error {
         daemon.map_or_else(|| "none".to_owned(), |version| version.to_string())
     )]
     Version {
-        /// The daemon's version; `None`: the answer names none.
+        /// The daemon's version, or `None` if the answer names none.
         daemon: Option<u64>,
     },
     /// The answer is not of the expected form.

@@ -27,7 +27,7 @@ pub struct StoreReport {
     pub failure: Option<StoreFailure>,
     /// When it failed last.
     pub error_at: Option<f64>,
-    /// Entries in it that are no leases, with the reason.
+    /// Entries in it that are not leases: pairs of key and reason.
     pub skipped: Vec<(String, String)>,
     /// Fields that this version does not know.
     #[serde(flatten)]

@@ -14,8 +14,8 @@ pub mod store;
 pub mod token;
 
 pub use examine::{
-    Examination, FamilyReport, Layer, PathExamination, PeerReport, ProbeOptions, examine,
-    examine_path, peer_report,
+    Examination, FamilyReport, Layer, LayerState, PathExamination, PeerReport, ProbeOptions,
+    examine, examine_path, peer_report,
 };
 pub use finding::Finding;
 pub use inputs::network::Network;

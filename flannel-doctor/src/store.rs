@@ -5,7 +5,7 @@ use std::time::Duration;
 use flannel_core::subnet::{LockHolder, StoreFailure, StoreKind};
 use flannel_core::{Error, Remedy};
 
-use crate::finding::Finding;
+use crate::finding::{Check, Finding};
 
 /// A store that takes longer is slow.
 pub const SLOW: Duration = Duration::from_secs(1);
@@ -64,7 +64,7 @@ pub fn slow_store(
         }
         _ => Remedy::ReadLog,
     };
-    Some(Finding::warning("store", text).with_remedy(remedy))
+    Some(Finding::warning(Check::Store, text).with_remedy(remedy))
 }
 
 #[cfg(test)]

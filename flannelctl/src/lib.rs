@@ -50,7 +50,7 @@ pub(crate) struct Output {
 /// It runs the whole process and sets up a runtime.
 pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> ExitCode {
     let terminal = Terminal::of_stdout();
-    // A closed stdout is no error.
+    // A closed stdout is not an error.
     let print = |text: &str| _ = terminal.print(text);
     let args: Vec<OsString> = args.into_iter().collect();
     // Also if the command line is wrong.
@@ -103,7 +103,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
 }
 
 async fn run_verb(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Result<Output> {
-    let (global, client) = (&options.global, Client::at(options.global.socket()));
+    let global = &options.global;
+    let client = Client::at(global.socket());
     let context = Context { client: &client, global, backends, terminal };
     match &options.verb {
         Verb::Status => status::status(context).await,

@@ -10,7 +10,7 @@ use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
 use flannel_core::subnet::{StoreFailure, StoreKind, StoreReason};
 use flannel_core::{Config, Error as CoreError, Kernel, Subnets};
-use flannel_doctor::checks::host::{HostScene, check_host};
+use flannel_doctor::checks::host::{CheckedNetwork, check_host};
 use flannel_doctor::finding::reports;
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
@@ -59,7 +59,7 @@ pub(crate) async fn ask_store(
 pub(crate) struct Known {
     pub(crate) config: Option<Config>,
     pub(crate) leases: LeaseSet,
-    /// The reason why the values may be old, without a full stop; `None`: the store gave them.
+    /// The reason why the values may be old, without a full stop. `None` if the store gave them.
     pub(crate) stale: Option<String>,
 }
 
@@ -108,7 +108,8 @@ pub(crate) fn store_kind(global: &Global) -> Option<StoreKind> {
     }
 }
 
-/// The store by the name that a daemon with these options has for it; `None`: none is named.
+/// The store by the name that a daemon with these options has for it. `None` if the options name
+/// no store.
 pub(crate) fn store_url(global: &Global) -> Option<String> {
     match global.registry.as_ref()? {
         #[cfg(feature = "etcd")]
@@ -167,7 +168,7 @@ pub(crate) struct LeftPeers {
     version: u32,
     running: bool,
     pub(crate) peers: Vec<PeerReport>,
-    /// Why they may be old, without a full stop; `None`: the store gave them.
+    /// Why they may be old, without a full stop. `None` if the store gave them.
     pub(crate) stale: Option<String>,
 }
 
@@ -266,8 +267,8 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let public = lease.map(|lease| lease.attrs.preferred.public).unwrap_or_default();
     let links = backends.links(uplink, &config);
     let mtu = SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu);
-    let scene = HostScene { config, links, uplink, own, public, leases: saved.leases, mtu };
-    let report = check_host(scene, &LegacyMemory::default()).await;
+    let checked = CheckedNetwork { config, links, uplink, own, public, leases: saved.leases, mtu };
+    let report = check_host(checked, &LegacyMemory::default()).await;
     reports(&report.findings, Deployment::default())
 }
 

@@ -14,6 +14,7 @@ use flannel_core::object::{Change, ObjectKind};
 use flannel_core::status::{Damage, Rejection};
 use flannel_core::subnet::StoreKind;
 use flannel_doctor::checks::host::CHECKS;
+use flannel_doctor::finding::Check;
 use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_doctor::paths::Paths;
 use flannel_firewall::Packets;
@@ -88,11 +89,11 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
             guard(&mut page, refused);
         }
         let count =
-            |check: &str| snapshot.facts.findings.iter().filter(|f| f.check == check).count();
+            |check: &Check| snapshot.facts.findings.iter().filter(|f| f.check == *check).count();
         page.gauges(
             "flannel_findings",
             "Findings about this host, by check; they are updated every five minutes",
-            CHECKS.map(|check| (labels(&[("check", check)]), count(check) as u64)),
+            CHECKS.map(|check| (labels(&[("check", check.name())]), count(&check) as u64)),
         );
     }
     page.encoded(format)
@@ -571,7 +572,9 @@ mod tests {
         let _guard = observer.running(network(status).await.1);
         observer.note(|facts| facts.subnet_file = true);
         let finding = |check| flannel_doctor::Finding::warning(check, "text");
-        observer.note(|facts| facts.findings = ["xdp", "xdp", "arp"].map(finding).into());
+        observer.note(|facts| {
+            facts.findings = [Check::Xdp, Check::Xdp, Check::Arp].map(finding).into()
+        });
         let mut snapshot = observer.snapshot();
         let until = Some(snapshot.time + Duration::from_secs(3600));
         snapshot.ownership = Ownership::Held { until };

@@ -5,7 +5,7 @@ use flannel_core::address::Family;
 use flannel_core::object::Link;
 
 use crate::diagnosis::mtu::{Fault, Narrow};
-use crate::finding::Finding;
+use crate::finding::{Check, Finding};
 use crate::inputs::devices::Devices;
 
 /// All faults of the devices.
@@ -21,7 +21,7 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
                     devices.backend
                 );
                 found.push(
-                    Finding::error("device", text)
+                    Finding::error(Check::Device, text)
                         .with_command(format!("ip link delete {name}"))
                         .into(),
                 );
@@ -31,7 +31,7 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
                     "{name} is not there: no {family} packet of a pod reaches another host"
                 );
                 let remedy = if devices.daemon { Remedy::ShowStatus } else { Remedy::StartDaemon };
-                found.push(Finding::error("device", text).with_remedy(remedy).into());
+                found.push(Finding::error(Check::Device, text).with_remedy(remedy).into());
             }
         }
     }
@@ -45,7 +45,7 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
             Remedy::SetConfig,
             ", with another \"Port\" in its Backend",
         );
-        found.push(Finding::error("port", text).with_remedy(remedy).into());
+        found.push(Finding::error(Check::Port, text).with_remedy(remedy).into());
     }
     for name in devices.offloaded.iter().flatten().filter(|_| devices.checksums_matter()) {
         let text = format!(
@@ -53,17 +53,20 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
              masqueraded: connections hang"
         );
         let repair = format!("ethtool -K {name} tx-checksum-ip-generic off");
-        found.push(Finding::error("checksum", text).with_command(repair).into());
+        found.push(Finding::error(Check::Checksum, text).with_command(repair).into());
     }
     found
 }
 
 fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
-    let (name, mut found) = (link.name, Vec::<Fault>::new());
+    let name = link.name;
+    let mut found: Vec<Fault> = Vec::new();
     if !link.up {
         let text = format!("{name} is down: no {family} packet of a pod reaches another host");
         found.push(
-            Finding::error("device", text).with_command(format!("ip link set {name} up")).into(),
+            Finding::error(Check::Device, text)
+                .with_command(format!("ip link set {name} up"))
+                .into(),
         );
     }
     if let Some(mac) = link.kind.attributes().mac()
@@ -73,13 +76,13 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
             "{name} has the MAC address {mac}, and this node's lease has {published}: {name} drops \
              all packets of peers"
         );
-        found.push(Finding::error("device", text).with_remedy(Remedy::RestartDaemon).into());
+        found.push(Finding::error(Check::Device, text).with_remedy(Remedy::RestartDaemon).into());
     }
     if let Some(mtu) = devices.mtu.filter(|mtu| link.mtu < *mtu) {
         let text =
             format!("{name} takes packets of {} bytes, and pods have an MTU of {mtu}", link.mtu);
         found.push(
-            Finding::error("mtu", text)
+            Finding::error(Check::Mtu, text)
                 .with_command(format!("ip link set {name} mtu {mtu}"))
                 .into(),
         );
@@ -90,7 +93,10 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
         let text = format!(
             "{lower} takes packets of {mtu} bytes, and full ones through {name} need {needed}"
         );
-        found.push(Fault::new(Finding::error("mtu", text), Narrow::Uplink { takes: *mtu, needed }));
+        found.push(Fault::new(
+            Finding::error(Check::Mtu, text),
+            Narrow::Uplink { takes: *mtu, needed },
+        ));
     }
     found
 }

@@ -7,7 +7,7 @@ use flannel_core::Remedy;
 use nix::sys::statvfs::{FsFlags, statvfs};
 
 use crate::diagnosis::mtu::Fault;
-use crate::finding::Finding;
+use crate::finding::{Check, Finding};
 use crate::remedy::{BEFORE_WRITING, mount_point};
 
 /// With less free space, in bytes, files may not be written. The subnet file and a lease take a
@@ -48,13 +48,13 @@ fn fault(
     if *read_only {
         let remedy = Remedy::run(format!("mount -o remount,rw {mount}")).remark(BEFORE_WRITING);
         let text = format!("{what} is read-only: {cannot}");
-        return Some(Finding::error("files", text).with_remedy(remedy));
+        return Some(Finding::error(Check::Files, text).with_remedy(remedy));
     }
     if *lacks_inodes {
         let remedy = Remedy::run(format!("du --inodes -x {mount} | sort -n | tail"))
             .remark("then delete files there");
         let text = format!("{what} has no room for another file: {cannot}");
-        return Some(Finding::error("files", text).with_remedy(remedy));
+        return Some(Finding::error(Check::Files, text).with_remedy(remedy));
     }
     if *free >= LEAST.min(*size / 4) {
         return None;
@@ -66,7 +66,7 @@ fn fault(
         Remedy::run(format!("du -x {mount} | sort -n | tail")).remark("then delete files there")
     };
     let text = format!("{what} has {free} bytes of free space: {may}");
-    Some(Finding::error("files", text).with_remedy(remedy))
+    Some(Finding::error(Check::Files, text).with_remedy(remedy))
 }
 
 /// Reads the file systems of these files. A file whose directory is not there is left out.

@@ -2,7 +2,7 @@
 
 use flannel_core::Remedy;
 
-use crate::finding::Finding;
+use crate::finding::{Check, Finding};
 use crate::remedy::SET_CLOCK;
 
 /// The smallest difference that is a finding, in seconds. Certificates and tokens are made with a
@@ -32,7 +32,7 @@ pub(crate) fn clocks(ahead: &[(&str, i64)]) -> Option<Finding> {
         (differ, all) if all > 1 && differ == all && agree() => "here".to_owned(),
         _ => "on the host whose date is wrong".to_owned(),
     };
-    Some(Finding::warning("clock", text).with_remedy(Remedy::run(SET_CLOCK).remark(at)))
+    Some(Finding::warning(Check::Clock, text).with_remedy(Remedy::run(SET_CLOCK).remark(at)))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use flannel_api::{ProcessReport, RepairReport, RepairsReport};
 use flannel_core::Remedy;
 
-use crate::finding::Finding;
+use crate::finding::{Check, Finding};
 use crate::remedy::quoted;
 
 /// Repairs that are closer together, in seconds, are of one change, such as a flush of all routes.
@@ -26,7 +26,8 @@ pub fn contest(repairs: &RepairsReport, now: f64) -> Option<Finding> {
             changes.push(repair);
         }
     }
-    let (last, first) = (*changes.first()?, *changes.last()?);
+    let last = *changes.first()?;
+    let first = *changes.last()?;
     let span = last.at - first.at;
     let pause = span / changes.len().saturating_sub(1) as f64;
     if changes.len() < CHANGES || now - last.at > OVER.max(3.0 * pause) {
@@ -37,7 +38,7 @@ pub fn contest(repairs: &RepairsReport, now: f64) -> Option<Finding> {
         changes.len(),
         last.text
     );
-    Some(Finding::warning("repairs", text).with_remedy(stop(last.author.as_ref())))
+    Some(Finding::warning(Check::Repairs, text).with_remedy(stop(last.author.as_ref())))
 }
 
 /// Makes a process leave flannel's objects alone.

@@ -99,10 +99,8 @@ impl Least {
     fn new(devices: &Devices, families: &[Family]) -> Self {
         let needs = |family: &Family| family.least_mtu() + devices.overhead(*family);
         let family = families.iter().copied().max_by_key(needs).unwrap_or(Family::V4);
-        let (bytes, through) = (
-            needs(&family),
-            if devices.datapath.devices.is_empty() { "" } else { " through the tunnel" },
-        );
+        let bytes = needs(&family);
+        let through = if devices.datapath.devices.is_empty() { "" } else { " through the tunnel" };
         // RFC 8200, section 5.
         let every_path = Family::V6.least_mtu() + devices.overhead(family);
         Self { bytes, text: format!("{family}{through}, which takes {bytes}"), every_path }
@@ -163,13 +161,14 @@ mod tests {
     use flannel_core::address::Dual;
 
     use super::*;
+    use crate::finding::Check;
     use crate::fixture::devices as vxlan_devices;
 
     const BOTH: [Family; 2] = Family::BOTH;
 
     fn way(n: u8, takes: Option<u32>) -> Fault {
         let to = IpAddr::from([192, 0, 2, n]);
-        Fault::new(Finding::error("path-mtu", format!("peer {n}")), Narrow::Way { to, takes })
+        Fault::new(Finding::error(Check::PathMtu, format!("peer {n}")), Narrow::Way { to, takes })
     }
 
     fn devices(tunnels: Dual<&str>) -> Devices {
@@ -205,7 +204,7 @@ mod tests {
         let both = devices(Dual { v4: Some("flannel.1"), v6: Some("flannel-v6.1") });
         assert_eq!(repairs(vec![way(7, None)], &both, &BOTH), [patch(1350) + guess]);
         // Other findings keep their own repair.
-        let other = Finding::error("tunnel", "x").with_command("y");
+        let other = Finding::error(Check::Tunnel, "x").with_command("y");
         assert_eq!(
             repairs(vec![other.into(), way(7, Some(1400))], &four, &[Family::V4]),
             ["y".to_owned(), patch(1400)]
@@ -246,7 +245,8 @@ mod tests {
         // This host's own interface.
         let own = |takes| {
             let narrow = Narrow::Uplink { takes, needed: 1500 };
-            repairs(vec![Fault::new(Finding::error("mtu", "x"), narrow)], &both, &BOTH).remove(0)
+            repairs(vec![Fault::new(Finding::error(Check::Mtu, "x"), narrow)], &both, &BOTH)
+                .remove(0)
         };
         assert!(
             own(1349).starts_with("ip link set eth0 mtu 1500 # 1350 bytes at least; to keep"),

@@ -6,7 +6,7 @@ use flannel_api::Severity;
 use flannel_core::Remedy;
 
 use crate::diagnosis::mtu::{Fault, narrowest};
-use crate::finding::Finding;
+use crate::finding::{Check, Finding};
 
 /// The maximum number of findings of one check that are listed one by one.
 const MAX_LISTED: usize = 5;
@@ -14,8 +14,9 @@ const MAX_LISTED: usize = 5;
 /// Replaces the faults of a check beyond the limit by one fault with their number. This fault has
 /// the place with the smallest MTU, or the remedies of all of them.
 pub(crate) fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
-    let mut kinds: BTreeMap<(String, bool), Vec<Fault>> = BTreeMap::new();
-    let (mut few, mut counts) = (Vec::new(), BTreeMap::<String, usize>::new());
+    let mut kinds: BTreeMap<(Check, bool), Vec<Fault>> = BTreeMap::new();
+    let mut few = Vec::new();
+    let mut counts: BTreeMap<Check, usize> = BTreeMap::new();
     for fault in faults {
         let check = &fault.finding.check;
         let count = counts.entry(check.clone()).or_default();
@@ -34,7 +35,7 @@ pub(crate) fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
         let remedies: Vec<Remedy> =
             more.into_iter().filter_map(|fault| fault.finding.remedy).collect();
         let remedy = (!remedies.is_empty()).then_some(Remedy::All(remedies));
-        let finding = Finding { remedy, ..Finding::new(&check, severity, text) };
+        let finding = Finding { remedy, ..Finding::new(check, severity, text) };
         few.push(Fault { finding, narrow });
     }
     few
@@ -51,8 +52,9 @@ mod tests {
     fn findings_beyond_the_limit_are_counted() {
         let to = IpAddr::from([192, 0, 2, 7]);
         let narrow = |n: u32| Narrow::Way { to, takes: Some(1409 - n) };
-        let all =
-            (0..9).map(|n| Fault::new(Finding::error("peer", format!("{n}")), narrow(n))).collect();
+        let all = (0..9)
+            .map(|n| Fault::new(Finding::error(Check::Peer, format!("{n}")), narrow(n)))
+            .collect();
         let found = bounded(all);
         assert_eq!(found.len(), MAX_LISTED + 1);
         assert!(
@@ -66,7 +68,7 @@ mod tests {
         );
         // The repairs of those that are listed repair the others too.
         let fault = |n: u32, repair: Remedy| {
-            Fault::from(Finding::error("peer", format!("{n}")).with_remedy(repair))
+            Fault::from(Finding::error(Check::Peer, format!("{n}")).with_remedy(repair))
         };
         let repair_of = |all: Vec<Fault>| bounded(all).pop().unwrap().finding.repair();
         let each = (0..8)
@@ -82,7 +84,7 @@ mod tests {
         // Faults of sizes get their repair later. The others keep their own.
         let mixed = (0..9).map(|n| match n % 2 {
             0 => fault(n, Remedy::run(format!("x {n}"))),
-            _ => Fault::new(Finding::warning("peer", format!("{n}")), narrow(n)),
+            _ => Fault::new(Finding::warning(Check::Peer, format!("{n}")), narrow(n)),
         });
         let found = bounded(mixed.collect());
         let [others, sizes] = &found[MAX_LISTED..] else { panic!("{found:?}") };

@@ -50,7 +50,7 @@ pub struct RouteInputs<'a> {
     /// The network's explanation of the peer.
     pub explanation: Option<Explained>,
     /// The device of the packets to peers that have no route of their own: a route for the whole
-    /// network leads to it. `None`: there is none, or not for all peers.
+    /// network leads to it. `None` if there is no such route, or not for all peers.
     pub device: Option<LinkName>,
     /// The kernel's answer.
     pub answer: Result<RouteAnswer, KernelError>,

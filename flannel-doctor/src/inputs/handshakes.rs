@@ -39,7 +39,7 @@ pub struct Handshake {
     pub key: PublicKey,
     /// The UDP port of this host's device.
     pub port: u16,
-    /// The digest of this host's preshared key for the peer; `None`: there is none.
+    /// The digest of this host's preshared key for the peer, or `None` if there is no key.
     pub psk: Option<u32>,
     /// The time of the first look.
     pub time: SystemTime,
@@ -47,7 +47,7 @@ pub struct Handshake {
     pub before: Session,
     /// This end at the second look.
     pub after: Session,
-    /// The other end at both looks; `None`: its daemon did not answer.
+    /// The other end at both looks, or `None` if its daemon did not answer.
     pub there: [Option<FarEnd>; 2],
     /// A host rejects datagrams to the peer's port.
     pub refused: bool,
@@ -66,7 +66,8 @@ impl Handshake {
         self.after.received > self.before.received
     }
 
-    /// The same for packets of this host at the peer; `None`: not known.
+    /// Whether packets of this host were accepted at the peer between both looks, or `None` if it is
+    /// not known.
     pub fn arrived_there(&self) -> Option<bool> {
         let received = |end: &Option<FarEnd>| Some(end.as_ref()?.peer.as_ref()?.received);
         let [before, after] = self.there.each_ref().map(received);
@@ -84,7 +85,7 @@ pub(crate) struct Watch {
     start: Instant,
     devices: Devices,
     port: u16,
-    /// One for each question; `None`: there is no tunnel.
+    /// One for each question, or `None` if the question has no tunnel.
     looks: Vec<Option<Look>>,
 }
 
@@ -97,7 +98,7 @@ struct Look {
 }
 
 impl Watch {
-    /// Reads the tunnels, and asks the daemons of the peers. `None`: there are no such tunnels.
+    /// Reads the tunnels, and asks the daemons of the peers. `None` if no tunnel is encrypted.
     ///
     /// # Errors
     /// The tunnels cannot be read.

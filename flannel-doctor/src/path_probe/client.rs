@@ -79,7 +79,7 @@ pub struct Segments {
     /// The largest packet that arrived at the peer as a datagram, in bytes; 0: none.
     #[serde(rename = "heard")]
     pub largest_datagram: u16,
-    /// The seconds by which the peer's clock is ahead of this host's; `None`: not known.
+    /// The seconds by which the peer's clock is ahead of this host's, or `None` if they are not known.
     pub clock: Option<i64>,
 }
 
@@ -89,7 +89,7 @@ pub struct PathProbe {
     /// The largest packet that the daemon acknowledged outside the tunnel, in bytes; 0: none.
     #[serde(rename = "noticed")]
     pub acknowledged: u16,
-    /// `None`: no daemon that knows this protocol answered through the tunnel.
+    /// `None` if no daemon that knows this protocol answered through the tunnel.
     pub segments: Option<Segments>,
 }
 
@@ -117,7 +117,7 @@ pub async fn probe(
     }
 }
 
-/// `None`: the connection was refused.
+/// `None` if the connection was refused.
 async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Option<PathProbe> {
     let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
     let Ok(inbox) = UdpSocket::bind(any).await else { return Some(PathProbe::default()) };

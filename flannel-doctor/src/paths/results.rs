@@ -12,17 +12,17 @@ use flannel_core::{Remedy, Subnet};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::finding::Finding;
+use crate::finding::{Check, Finding};
 use crate::paths::agenda::Outcome;
 use crate::paths::record::{Change, Details, PathId, Record};
-use crate::paths::verdict::Answers;
+use crate::paths::verdict::EchoReplies;
 use crate::remedy::render;
 
 /// If no node replies for this time, the fault is this host's underlay and not a node.
 const NO_REPLY: Duration = Duration::from_secs(5);
 /// The time after which a path that still fails is examined again.
 const EXAMINE_AGAIN: Duration = Duration::from_secs(300);
-/// The same for a path that became narrower than its route.
+/// The time after which a path is examined again that became narrower than its route.
 const EXAMINE_NARROWER: Duration = Duration::from_secs(30);
 /// The maximum number of lowered MTUs that a summary explains.
 const MOST_LOWERED: usize = 5;
@@ -132,7 +132,7 @@ impl Paths {
         }
     }
 
-    /// The path after this one, and after the last one the first. `None`: there are no paths.
+    /// The path after this one, and after the last one the first. `None` if there are no paths.
     pub(crate) fn after(&self, id: Option<PathId>) -> Option<PathId> {
         let table = self.table();
         let rest = id.map(|id| table.records.range((Bound::Excluded(id), Bound::Unbounded)));
@@ -179,11 +179,11 @@ impl Paths {
         record.mtu
     }
 
-    /// Takes in the answers to a probe. `None`: the path is gone.
+    /// Takes in the answers to a probe. `None` if the path is gone.
     pub(crate) fn record(
         &self,
         id: &PathId,
-        answers: &Answers,
+        answers: &EchoReplies,
         now: Instant,
     ) -> Option<(Outcome, Option<Change>)> {
         let mut table = self.table();
@@ -278,7 +278,7 @@ impl Table {
         });
     }
 
-    /// Why the route of a path has an MTU; `None`: its MTU is not lowered, or the path fails.
+    /// Why the route of a path has an MTU. `None` if its MTU is not lowered, or if the path fails.
     fn lowered(&self, id: &PathId) -> Option<String> {
         let record = self.records.get(id).filter(|record| record.is_lowered())?;
         let (mtu, subnet) = (record.mtu?, id.peer.family(id.family)?);
@@ -325,7 +325,7 @@ impl Table {
 fn explanation(finding: Option<&Finding>, state: PathState) -> Option<(String, Option<Remedy>)> {
     let finding = finding?;
     // The examination of one path does not know that no other node replies either.
-    if finding.check == "peer" && state == PathState::UnderlayDown {
+    if finding.check == Check::Peer && state == PathState::UnderlayDown {
         let text = "no node replies: the network of this host may be broken";
         return Some((text.to_owned(), Some(Remedy::ExamineNode)));
     }
@@ -334,7 +334,7 @@ fn explanation(finding: Option<&Finding>, state: PathState) -> Option<(String, O
 
 #[cfg(test)]
 mod tests {
-    use crate::inputs::echo::Answer;
+    use crate::inputs::echo::EchoResult;
     use flannel_core::address::Family;
 
     use super::*;
@@ -346,9 +346,9 @@ mod tests {
     }
 
     fn probe(paths: &Paths, family: Family, full: bool) {
-        let reply = || Answer::Reply(Duration::from_millis(1));
-        let full = if full { reply() } else { Answer::Nothing };
-        let answers = Answers { small: reply(), full, public: None, lowered: None };
+        let reply = || EchoResult::Reply(Duration::from_millis(1));
+        let full = if full { reply() } else { EchoResult::Nothing };
+        let answers = EchoReplies { small: reply(), full, public: None, lowered: None };
         paths.record(&id(family), &answers, Instant::now()).unwrap();
     }
 

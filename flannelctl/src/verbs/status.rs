@@ -165,7 +165,8 @@ fn headline(report: &StatusReport, terminal: &Terminal) -> String {
         terminal.style(Style::Bad, "NOT READY")
     };
     let daemon = &report.daemon;
-    let (version, up) = (inline(&daemon.version), span(report.time - daemon.started));
+    let version = inline(&daemon.version);
+    let up = span(report.time - daemon.started);
     format!("flanneld {version}  {state}  up {up}  pid {}\n\n", daemon.pid)
 }
 
@@ -231,7 +232,8 @@ fn kernel_fields(network: &NetworkReport, now: f64, terminal: &Terminal) -> Stri
     };
     let latency = &network.latency;
     if latency.count > 0 {
-        let (all, half) = (millis(latency.p99), millis(latency.p50));
+        let half = millis(latency.p50);
+        let all = millis(latency.p99);
         kernel += &format!("; changes applied within {half} (p50), {all} (p99)");
     }
     let mut out = terminal.field("kernel", Style::Bold, &kernel);

@@ -3,7 +3,7 @@
 use flannel_api::{Deployment, Severity};
 use flannel_core::Remedy;
 
-use crate::finding::Finding;
+use crate::finding::{Check, Finding};
 
 /// Logs the findings that are new, with the commands for the deployment, and the findings that are
 /// gone.
@@ -44,8 +44,8 @@ fn without<'a>(all: &'a [Finding], others: &[Finding]) -> Vec<&'a Finding> {
     left
 }
 
-fn key(finding: &Finding) -> (&str, Severity, Option<&Remedy>) {
-    (finding.check.as_str(), finding.severity, finding.remedy.as_ref())
+fn key(finding: &Finding) -> (&Check, Severity, Option<&Remedy>) {
+    (&finding.check, finding.severity, finding.remedy.as_ref())
 }
 
 #[cfg(test)]
@@ -54,8 +54,9 @@ mod tests {
 
     #[test]
     fn only_new_findings_and_those_that_are_gone_are_changes() {
-        let finding =
-            |text: &str, repair: &str| Finding::warning("forward-drop", text).with_command(repair);
+        let finding = |text: &str, repair: &str| {
+            Finding::warning(Check::ForwardDrop, text).with_command(repair)
+        };
         let before = [finding("a, 3 s ago", "a"), finding("b", "b")];
         let now = [finding("a, 9 s ago", "a"), finding("c", "c")];
         assert_eq!(changes(&before, &now), (vec![&before[1]], vec![&now[1]]));
@@ -65,12 +66,12 @@ mod tests {
 
     #[test]
     fn each_of_several_findings_with_the_same_command_is_a_change() {
-        let finding = |text: &str| Finding::warning("clash", text).with_command("a");
+        let finding = |text: &str| Finding::warning(Check::Clash, text).with_command("a");
         let (one, two) = ([finding("1")], [finding("2"), finding("1")]);
         assert_eq!(changes(&one, &two), (vec![], vec![&two[0]]));
         assert_eq!(changes(&two, &one), (vec![&two[0]], vec![]));
         assert_eq!(changes(&one, &two[..1]), (vec![], vec![]), "only the text is another");
-        let error = [Finding::error("clash", "1").with_command("a")];
+        let error = [Finding::error(Check::Clash, "1").with_command("a")];
         assert_eq!(changes(&one, &error), (vec![&one[0]], vec![&error[0]]));
     }
 }

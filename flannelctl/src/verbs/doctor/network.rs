@@ -13,16 +13,17 @@ use flannel_core::lease::{LeaseSet, Offer};
 use flannel_core::object::MacAddr;
 use flannel_core::subnet::{StoreFailure, StoreReason};
 use flannel_core::{Config, Lease, Remedy, Subnets};
-use flannel_doctor::checks::host::{HostReport, HostScene, check_host};
+use flannel_doctor::checks::host::{CheckedNetwork, HostReport, check_host};
 use flannel_doctor::diagnosis::contest::contest;
 use flannel_doctor::diagnosis::mtu::Fault;
+use flannel_doctor::finding::Check;
 use flannel_doctor::inputs::network::Target;
 use flannel_doctor::store::Lock;
-use flannel_doctor::{Examination, Finding, Layer, Network};
+use flannel_doctor::{Examination, Finding, Layer, LayerState, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
-use flannel_subnet::SubnetEnv;
+use flannel_subnet::{ConfigText, SubnetEnv};
 use serde_json::Value;
 
 use super::store::{ask_for_time, lock, slow};
@@ -48,7 +49,7 @@ pub(super) async fn with_daemon(
         |problem: &&Problem| matches!(problem.cause, ProblemCause::StoreUnreachable { .. });
     let (store, other): (Vec<_>, Vec<_>) = report.problems.iter().partition(is_of_store);
     let mut of_store: Vec<Finding> =
-        store.into_iter().map(|problem| finding("store", problem)).collect();
+        store.into_iter().map(|problem| finding(Check::Store, problem)).collect();
     if let Some(StoreReport { name, error: None, .. }) = &report.store {
         of_store.extend(ask_for_time(global, name).await);
     }
@@ -59,7 +60,7 @@ pub(super) async fn with_daemon(
     );
     let word = if report.ready { "ready" } else { "not ready" };
     let again = report.network.as_ref().and_then(|n| contest(&n.repairs, report.time));
-    let of_daemon = other.into_iter().map(|problem| finding("daemon", problem)).chain(again);
+    let of_daemon = other.into_iter().map(|problem| finding(Check::Daemon, problem)).chain(again);
     examination.layer(
         "daemon",
         format!("flanneld {}, {word}", report.daemon.version),
@@ -75,9 +76,9 @@ pub(super) async fn with_daemon(
     let mut targets: Vec<Target> = peers.iter().map(target).collect();
     if let Some(summary) = &network.paths {
         let state = match summary {
-            PathsSummary { error: Some(_), .. } => "not known",
-            PathsSummary { failing: 0, .. } => "ok",
-            _ => "finding",
+            PathsSummary { error: Some(_), .. } => LayerState::Unknown,
+            PathsSummary { failing: 0, .. } => LayerState::Ok,
+            _ => LayerState::Finding,
         };
         examination.layers.push(Layer { layer: "paths", state, text: numbers(summary) });
         // An older daemon has no probes.
@@ -98,7 +99,7 @@ pub(super) async fn with_daemon(
 }
 
 /// The finding on a problem that the daemon reports.
-fn finding(check: &str, problem: &Problem) -> Finding {
+fn finding(check: Check, problem: &Problem) -> Finding {
     let remedy = problem.hint.clone().map(Remedy::Run);
     Finding { remedy, ..Finding::new(check, problem.severity, problem.text.as_str()) }
 }
@@ -181,13 +182,45 @@ pub(super) async fn without_daemon(
     examination: &mut Examination,
 ) -> Network {
     let global = context.global;
+    let StoreState { text, leases } = store_layer(global, examination).await;
+    let finding =
+        Finding::error(Check::Daemon, failure.to_string()).with_remedy(Remedy::StartDaemon);
+    examination.layer("daemon", "does not run", vec![finding.into()]);
+    let parsed = text.map(|text| {
+        let text = text?;
+        Config::parse(&text.text)
+            .map_err(|error| format!("network config in {}: {error}", text.location))
+    });
+    if let Some(Err(error)) = &parsed {
+        let finding = Finding::error(Check::Config, error.as_str()).with_remedy(Remedy::SetConfig);
+        examination.faults.push(finding.into());
+    }
+    // Use the config of the last daemon.
+    let kept = || offline::saved(global).and_then(|saved| Config::parse(&saved.config?.text).ok());
+    let Some(config) = parsed.and_then(Result::ok).or_else(kept) else {
+        examination.unknown("host", "no network config can be read");
+        return Network::default();
+    };
+    of_config(context, selectors, config, leases, examination).await
+}
+
+/// The state of the store, or of the cache if the store does not answer.
+struct StoreState {
+    /// The network config, or the reason why it cannot be read. `None` if the store does not
+    /// answer.
+    text: Option<Result<ConfigText, String>>,
+    leases: LeaseSet,
+}
+
+/// Asks the store, and adds its layer.
+async fn store_layer(global: &Global, examination: &mut Examination) -> StoreState {
     let start = Instant::now();
-    let (text, leases) = match offline::ask_store(global, PATIENCE).await {
+    match offline::ask_store(global, PATIENCE).await {
         Ok((config, leases)) => {
             let text = format!("{} answers, {} leases", offline::store_name(global), leases.len());
             let slow = slow(global, start.elapsed()).map(Fault::from);
             examination.layer("store", text, slow.into_iter().collect());
-            (config.map_err(|error| error.to_string()), leases)
+            StoreState { text: Some(config.map_err(|error| error.to_string())), leases }
         }
         Err(error) => {
             // The doctor gives up before the store names the process that it waits for.
@@ -203,7 +236,7 @@ pub(super) async fn without_daemon(
                 Lock::Free => error,
             };
             let name = offline::store_name(global);
-            let finding = Finding::error("store", format!("{name} does not answer: {error}"));
+            let finding = Finding::error(Check::Store, format!("{name} does not answer: {error}"));
             let remedy = store_remedy(global, error.failure);
             examination.layer(
                 "store",
@@ -212,29 +245,9 @@ pub(super) async fn without_daemon(
             );
             let saved = offline::saved(global);
             let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
-            // The layer of the store is complete. The config of the cache is used below.
-            (Err(String::new()), leases)
+            StoreState { text: None, leases }
         }
-    };
-    let finding = Finding::error("daemon", failure.to_string()).with_remedy(Remedy::StartDaemon);
-    examination.layer("daemon", "does not run", vec![finding.into()]);
-    let parsed = text.and_then(|text| {
-        Config::parse(&text.text)
-            .map_err(|error| format!("network config in {}: {error}", text.location))
-    });
-    if let Err(error) = &parsed
-        && !error.is_empty()
-    {
-        let finding = Finding::error("config", error.as_str()).with_remedy(Remedy::SetConfig);
-        examination.faults.push(finding.into());
     }
-    // Use the config of the last daemon.
-    let kept = || offline::saved(global).and_then(|saved| Config::parse(&saved.config?.text).ok());
-    let Some(config) = parsed.ok().or_else(kept) else {
-        examination.unknown("host", "no network config can be read");
-        return Network::default();
-    };
-    of_config(context, selectors, (config, leases), examination).await
 }
 
 /// What repairs the store, by the cause of the failure of a request to it.
@@ -248,7 +261,8 @@ fn store_remedy(global: &Global, failure: StoreFailure) -> Remedy {
 async fn of_config(
     Context { global, backends, .. }: Context<'_>,
     selectors: &Selectors,
-    (config, leases): (Config, LeaseSet),
+    config: Config,
+    leases: LeaseSet,
     examination: &mut Examination,
 ) -> Network {
     let own = offline::own_subnets(global);
@@ -262,9 +276,16 @@ async fn of_config(
     match uplink {
         Some(uplink) => {
             let links = backends.links(uplink, &config);
-            let (config, leases) = (config.clone(), leases.clone());
-            let scene = HostScene { config, links, uplink, own, public, leases, mtu };
-            examination.host(check_host(scene, &LegacyMemory::default()).await);
+            let checked = CheckedNetwork {
+                config: config.clone(),
+                links,
+                uplink,
+                own,
+                public,
+                leases: leases.clone(),
+                mtu,
+            };
+            examination.host(check_host(checked, &LegacyMemory::default()).await);
         }
         None => examination.unknown(
             "host",
