@@ -1,7 +1,7 @@
 //! What an operator can do about a problem.
 //!
-//! A library returns a [`Remedy`]. A program renders it as a command, because the command depends on
-//! the deployment: a systemd unit, a pod of Kubernetes, or a program that embeds the daemon.
+//! A library returns a [`Remedy`]. A program renders it as a command, because the command depends
+//! on the deployment: a systemd unit, a pod of Kubernetes, or a program that embeds the daemon.
 
 use std::net::IpAddr;
 

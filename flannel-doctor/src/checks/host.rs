@@ -65,7 +65,8 @@ struct HostFacts {
     forwarding: Dual<bool>,
     /// `net.ipv4.conf.DEVICE.forwarding`. The value for IPv6 has no effect on forwarding in Linux.
     device_forwarding: BTreeMap<LinkName, bool>,
-    /// The larger of `net.ipv4.conf.DEVICE.rp_filter` and `net.ipv4.conf.all.rp_filter`: 0 off, 1 strict, 2 loose.
+    /// The larger of `net.ipv4.conf.DEVICE.rp_filter` and `net.ipv4.conf.all.rp_filter`: 0 off, 1
+    /// strict, 2 loose.
     rp_filter: BTreeMap<LinkName, u8>,
     /// `arp_ignore` of the external interface: the larger of its own value and the value of `all`.
     /// No value of `arp_announce` breaks anything.
