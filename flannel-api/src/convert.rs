@@ -154,8 +154,7 @@ impl From<&Traffic> for TrafficReport {
 
 impl From<&Histogram> for LatencyReport {
     fn from(latency: &Histogram) -> Self {
-        let [p50, p99] = [0.5, 0.99].map(|share| quantile(latency, share));
-        Self { count: latency.count(), p50, p99 }
+        Self { count: latency.count(), p50: quantile(latency, 0.5), p99: quantile(latency, 0.99) }
     }
 }
 
@@ -164,11 +163,10 @@ impl From<&Histogram> for LatencyReport {
 fn quantile(latency: &Histogram, share: f64) -> Option<f64> {
     let wanted = (share * latency.count() as f64).ceil().max(1.0);
     let mut seen = 0;
-    let reaches = |(_, count): &(Duration, u64)| {
+    let (bound, _) = latency.buckets().find(|(_, count)| {
         seen += count;
         seen as f64 >= wanted
-    };
-    let (bound, _) = latency.buckets().find(reaches)?;
+    })?;
     (bound < Duration::MAX).then_some(bound.as_secs_f64())
 }
 

@@ -27,7 +27,7 @@ use running::CountersRead;
 pub(crate) use running::{Rulebook, Running};
 pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
 
-/// Sets a log filter, or returns the reason why it cannot; `None`: the filter of the start.
+/// Sets a log filter, or with `None` the filter of the start. Returns the reason if it cannot.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
 
 /// The timeout of a request to the network for its pending peers, so that a status is quick. A
@@ -93,12 +93,17 @@ impl Observer {
     /// The source of a daemon that starts now. `set_log` sets its log filter. It is `None` if the
     /// log belongs to another program, in which the daemon is embedded.
     pub(crate) fn new(set_log: Option<Box<SetLog>>) -> Self {
-        let phase = watch::channel(()).0;
-        let legacy = LegacyMemory::new(LEGACY);
-        let (known, reloads, started) = (Mutex::default(), watch::channel(()).0, SystemTime::now());
         let (trials, asked) = mpsc::channel(1);
-        let asked = tokio::sync::Mutex::new(asked);
-        Self(Arc::new(Shared { known, phase, reloads, started, set_log, trials, asked, legacy }))
+        Self(Arc::new(Shared {
+            known: Mutex::default(),
+            phase: watch::channel(()).0,
+            reloads: watch::channel(()).0,
+            started: SystemTime::now(),
+            set_log,
+            trials,
+            asked: tokio::sync::Mutex::new(asked),
+            legacy: LegacyMemory::new(LEGACY),
+        }))
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -165,10 +170,16 @@ impl Observer {
             counters.add(&running);
             let status = Arc::clone(&running.handle.status.borrow());
             let view = running.views.borrow().clone();
-            let (waiting, tunnels, traffic) = Default::default();
-            let read = Arc::clone(&known.read);
-            let refused = None;
-            NetworkSnapshot { running, status, view, waiting, tunnels, traffic, refused, read }
+            NetworkSnapshot {
+                running,
+                status,
+                view,
+                waiting: None,
+                tunnels: Arc::default(),
+                traffic: None,
+                refused: None,
+                read: Arc::clone(&known.read),
+            }
         });
         let store = known.store.as_ref();
         Snapshot {
@@ -185,7 +196,7 @@ impl Observer {
         }
     }
 
-    /// The same, with the pending peers if the status does not have them.
+    /// The current state, with the pending peers if the status does not have them.
     pub(crate) async fn snapshot_of_peers(&self) -> Snapshot {
         // Asked before the status is read, because the status then has all later changes.
         let waiting = self.waiting().await;
@@ -214,7 +225,7 @@ impl Observer {
         self.known().running.as_ref().map(|running| running.handle.status.clone())
     }
 
-    /// The results of the probes of paths; `None`: no network runs, or paths are not probed.
+    /// The results of the probes of paths. `None` if no network runs, or paths are not probed.
     pub(crate) fn paths(&self) -> Option<Paths> {
         self.known().running.as_ref().and_then(|running| running.paths.clone())
     }
@@ -230,10 +241,10 @@ impl Observer {
         &self.0.legacy
     }
 
-    /// Sets the log filter; `None`: the one given at the start.
+    /// Sets the log filter, or with `None` the filter that was given at the start.
     ///
     /// # Errors
-    /// The text is no filter, or the log belongs to another program.
+    /// The text is not a filter, or the log belongs to another program.
     pub(crate) fn set_log(&self, filter: Option<&str>) -> Result<(), String> {
         match &self.0.set_log {
             Some(set) => set(filter),
@@ -252,7 +263,7 @@ impl Observer {
     }
 
     /// Asks the network that runs whether another one can be built from `config`. Returns the
-    /// obstacle as an error; `None`: no network runs, so nothing can be asked.
+    /// obstacle as an error, or `None` if no network runs, so that nothing can be asked.
     pub(crate) async fn try_config(&self, config: Config) -> Option<Result<(), String>> {
         self.known().running.as_ref()?;
         let (answer, answered) = oneshot::channel();

@@ -188,5 +188,10 @@ mod tests {
         let reason = StoreReason::new("x", StoreFailure::Forbidden);
         assert_eq!(StoreFailure::of(&reason), StoreFailure::Forbidden);
         assert_eq!(reason.to_string(), "x");
+        let source = io::Error::from_raw_os_error(30).into();
+        let error = crate::Error::Store { store: "dir:/x".into(), source };
+        assert_eq!(error.store_failure(), StoreFailure::ReadOnly);
+        let error = crate::Error::Refused { store: "kube:x".into(), reason };
+        assert_eq!(error.store_failure(), StoreFailure::Forbidden);
     }
 }

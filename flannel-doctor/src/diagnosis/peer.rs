@@ -263,7 +263,8 @@ impl Case<'_> {
 
     /// The fault if pods of the two nodes have different MTUs.
     fn different_mtus(&self, segments: &Segments) -> Option<Fault> {
-        let (here, there) = (u32::from(self.full), segments.mtu);
+        let here = u32::from(self.full);
+        let there = segments.mtu;
         if here == there {
             return None;
         }

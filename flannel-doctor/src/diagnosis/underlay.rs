@@ -49,11 +49,16 @@ mod tests {
 
     use super::*;
     use crate::inputs::echo::Probe;
+    use crate::path_probe::client::PathProbe;
 
     fn answers(answer: EchoResult) -> PeerResults {
         let probe = Probe { to: [192, 0, 2, 7].into(), size: 64 };
-        let (path, passes, handshake) = Default::default();
-        PeerResults { echoes: vec![(probe, answer)], path, passes, handshake }
+        PeerResults {
+            echoes: vec![(probe, answer)],
+            path: PathProbe::default(),
+            passes: None,
+            handshake: None,
+        }
     }
 
     #[test]

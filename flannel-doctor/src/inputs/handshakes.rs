@@ -56,9 +56,17 @@ pub struct Handshake {
 impl Handshake {
     fn new(to: TunnelToPeer<'_>, time: SystemTime) -> Self {
         let TunnelToPeer { link, tunnel, session } = to;
-        let (before, after) = (session.clone(), session.clone());
-        let (key, port, psk) = (tunnel.key, tunnel.port, to.psk_digest());
-        Self { link, key, port, psk, time, before, after, there: [None, None], refused: false }
+        Self {
+            link,
+            key: tunnel.key,
+            port: tunnel.port,
+            psk: to.psk_digest(),
+            time,
+            before: session.clone(),
+            after: session.clone(),
+            there: [None, None],
+            refused: false,
+        }
     }
 
     /// Whether packets of the peer were accepted here between both looks.
@@ -110,7 +118,8 @@ impl Watch {
         if devices.encrypted().is_empty() {
             return Ok(None);
         }
-        let (tunnels, time) = (read(devices).await?, SystemTime::now());
+        let tunnels = read(devices).await?;
+        let time = SystemTime::now();
         let tunnels = tunnels.by_subnet();
         let look = |target: &Target, question: &Question| {
             let is = |subnet: &&Subnet| subnet.family() == question.family;
@@ -140,7 +149,8 @@ impl Watch {
             let mut second = Vec::new();
             let of_silent = looks.iter_mut().zip(silent).filter(|(_, silent)| **silent);
             for look in of_silent.filter_map(|(look, _)| look.as_mut()) {
-                let (public, family) = (look.public, look.subnet.family());
+                let public = look.public;
+                let family = look.subnet.family();
                 let to = look.state.before.endpoint;
                 let both = async move { tokio::join!(ask(public, port, family), is_refused(to)) };
                 second.push((look, tokio::spawn(both)));

@@ -78,7 +78,8 @@ impl Question {
     /// The question to a peer on this host's link, which is reached without the tunnel
     /// (DirectRouting).
     pub fn direct(self, devices: &Devices) -> Self {
-        let (device, full) = (devices.uplink, self.tunnel.map(|(_, full)| full));
+        let device = devices.uplink;
+        let full = self.tunnel.map(|(_, full)| full);
         Self {
             device,
             takes: device.and_then(|device| devices.takes(device)),

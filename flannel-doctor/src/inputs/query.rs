@@ -157,7 +157,8 @@ fn search(
 ) -> Option<Vec<Path>> {
     while paths.iter().any(|path| path.lost - path.passes > 1) {
         let sizes = |path: &Path| {
-            let (from, room) = (u32::from(path.passes), u32::from(path.lost - path.passes));
+            let from = u32::from(path.passes);
+            let room = u32::from(path.lost - path.passes);
             let mut sizes: Vec<u32> = (1..PARTS).map(|part| from + room * part / PARTS).collect();
             // At least the next size, if there is less room than parts.
             sizes.push(from + 1);

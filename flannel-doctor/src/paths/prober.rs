@@ -82,8 +82,17 @@ impl<'a> Prober<'a> {
         let Network { datapath, backend, uplink, mtu, .. } = settings.network.clone();
         let devices = Devices { datapath, backend, uplink, mtu, ..Devices::default() };
         let agenda = Agenda::new(settings.interval, Instant::now());
-        let (leases, flights, log) = Default::default();
-        Self { settings, devices, own, paths, pinger, agenda, leases, flights, log }
+        Self {
+            settings,
+            devices,
+            own,
+            paths,
+            pinger,
+            agenda,
+            leases: LeaseSet::default(),
+            flights: Flights::default(),
+            log: ChangeLog::default(),
+        }
     }
 
     async fn run(mut self, mut status: watch::Receiver<Arc<Status>>) -> Infallible {

@@ -142,7 +142,8 @@ impl Record {
             _ => {}
         }
         self.narrower = 0;
-        let (before, passes) = (self.mtu, details.passes);
+        let before = self.mtu;
+        let passes = details.passes;
         failing.details = Some(details);
         if lowers && failing.fault == Fault::FullSizeLost && passes.is_some() {
             let least = family.least_mtu().max(LEAST);

@@ -49,16 +49,14 @@ struct Table {
 impl Paths {
     /// No results. Each path is probed within `interval`.
     pub fn new(interval: Duration) -> Self {
-        let (records, failing, round_trips, replied, error) = Default::default();
-        let mtus = watch::channel(Arc::default()).0;
         Self(Arc::new(Mutex::new(Table {
             interval,
-            records,
-            failing,
-            round_trips,
-            replied,
-            error,
-            mtus,
+            records: BTreeMap::new(),
+            failing: BTreeSet::new(),
+            round_trips: Histogram::default(),
+            replied: None,
+            error: None,
+            mtus: watch::channel(Arc::default()).0,
             is_stale: false,
         })))
     }
@@ -102,7 +100,8 @@ impl Paths {
     /// One report for each path: failing paths first, then those with lowered MTUs, then the
     /// longest round trips. Repairs are commands for the deployment.
     pub fn report(&self, deployment: Deployment) -> Vec<PathReport> {
-        let (now, table) = (SystemTime::now(), self.table());
+        let now = SystemTime::now();
+        let table = self.table();
         let mut records: Vec<_> = table.records.iter().collect();
         records.sort_by(|(_, a), (_, b)| {
             let works = |record: &Record| (record.fault.is_none(), record.is_lowered());
@@ -281,7 +280,8 @@ impl Table {
     /// Why the route of a path has an MTU. `None` if its MTU is not lowered, or if the path fails.
     fn lowered(&self, id: &PathId) -> Option<String> {
         let record = self.records.get(id).filter(|record| record.is_lowered())?;
-        let (mtu, subnet) = (record.mtu?, id.peer.family(id.family)?);
+        let mtu = record.mtu?;
+        let subnet = id.peer.family(id.family)?;
         Some(format!(
             "packets of more than {mtu} bytes are lost on the path to {subnet}: its route has mtu \
              {mtu}"

@@ -237,4 +237,20 @@ mod tests {
         }
         assert_eq!(certificates("tcp connect error: Connection refused"), None);
     }
+
+    #[test]
+    fn the_cause_is_known_if_an_operator_can_remove_it() {
+        for (text, cause) in [
+            ("etcdserver: mvcc: database space exceeded", StoreFailure::QuotaExceeded),
+            (
+                "its certificate has expired, or the clock of this node is wrong: invalid peer \
+                 certificate: certificate expired: verification time 17 (UNIX)",
+                StoreFailure::CertificateTime,
+            ),
+            ("invalid peer certificate: certificate not valid yet", StoreFailure::CertificateTime),
+            ("tcp connect error: Connection refused", StoreFailure::Other),
+        ] {
+            assert_eq!(Failure::later(text).cause, cause, "{text}");
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! Wrong configurations, and their errors.
 
+use flannel_core::subnet::{StoreFailure, StoreKind};
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
@@ -34,6 +35,9 @@ async fn an_unreachable_api_server_is_reported() {
             .is_some_and(|error| error.text.contains("Connection refused"))
     );
     assert_eq!(manager.store_status().confirmed, None);
+    assert_eq!(error.store_failure(), StoreFailure::Other);
+    let url = format!("http://{closed}");
+    assert_eq!(manager.store_status().kind, StoreKind::Kubernetes { url });
 }
 
 #[tokio::test]
@@ -139,6 +143,9 @@ async fn a_server_certificate_of_another_ca_is_refused() {
                         "expected one that the CA",
                     ],
                 );
+                assert_eq!(error.store_failure(), StoreFailure::ServerCertificate);
+                let last_error = manager.store_status().last_error.unwrap();
+                assert_eq!(last_error.failure, StoreFailure::ServerCertificate);
             }
         }
     }
@@ -171,6 +178,7 @@ async fn a_forbidden_request_is_reported_with_verb_and_resource() {
             &error,
             &["the verb \"get\" on the resource \"pods\"", "system:serviceaccount"],
         );
+        assert_eq!(error.store_failure(), StoreFailure::Forbidden);
     }
     fixture.server.permit_all();
     in_pod.hints().await.unwrap();

@@ -149,13 +149,13 @@ mod tests {
         }
         let all = keys.all();
         assert_eq!(all.len(), MOST_SKIPPED + 1);
-        assert!(all.iter().any(|(key, _)| key == "(more keys)"));
+        assert!(all.iter().any(|entry| entry.key == "(more keys)"));
         assert_eq!(logged.warnings().len(), LINES + 1, "{:?}", logged.warnings());
         // The next minute has a line for those that it counted.
         keys.change("etcd", &batch([unreadable("c")]), PERIOD);
         assert_eq!(logged.warnings().len(), LINES + 3, "{:?}", logged.warnings());
         keys.replace("etcd", &listing(["a".to_owned()]));
-        assert_eq!(keys.all(), [("a".to_owned(), "no lease".to_owned())]);
+        assert_eq!(keys.all(), [SkippedEntry::new("a", "no lease")]);
     }
 
     #[test]
@@ -164,10 +164,10 @@ mod tests {
         let mut keys = SkippedKeys::default();
         keys.replace("etcd", &listing(["a".to_owned(), "b".to_owned()]));
         keys.change("etcd", &batch([unreadable("a"), gone("b")]), Duration::ZERO);
-        assert_eq!(keys.all(), [("a".to_owned(), "no lease".to_owned())]);
+        assert_eq!(keys.all(), [SkippedEntry::new("a", "no lease")]);
         let other = Now::Unreadable(SkipReason::unreadable(&"other"));
         keys.change("etcd", &batch([Event { key: "a".into(), now: other }]), Duration::ZERO);
-        assert_eq!(keys.all(), [("a".to_owned(), "other".to_owned())]);
+        assert_eq!(keys.all(), [SkippedEntry::new("a", "other")]);
         assert_eq!(logged.warnings().len(), 3, "a known reason is not logged again");
     }
 

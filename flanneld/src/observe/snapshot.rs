@@ -88,7 +88,7 @@ pub(crate) struct Facts {
     pub(crate) refused_config: Option<RefusedConfig>,
     /// The reason why the external interface is not used as it is now.
     pub(crate) unfit_interface: Option<String>,
-    /// The move to another backend; `None`: none is under way.
+    /// The move to another backend, or `None` if no move is under way.
     pub(crate) moving: Option<MoveReport>,
     /// The findings about this host, as of the last check.
     pub(crate) findings: Vec<Finding>,
@@ -126,7 +126,7 @@ impl Snapshot {
         self.store.as_ref().map_or(&StoreKind::Other, |store| &store.kind)
     }
 
-    /// The same with the state of the encrypted tunnels, as it was within the last second.
+    /// Adds the state of the encrypted tunnels, as it was within the last second.
     pub(crate) async fn with_tunnels(mut self) -> Self {
         if let Some(network) = &mut self.network {
             network.tunnels = network.read.tunnels(&network.running).await;
@@ -134,8 +134,8 @@ impl Snapshot {
         self
     }
 
-    /// The same with the packets that the backend moves itself, and those that guards refuse,
-    /// counted within the last second.
+    /// Adds the packets that the backend moves itself, and the packets that guards refuse, counted
+    /// within the last second.
     pub(crate) async fn with_traffic(mut self) -> Self {
         if let Some(network) = &mut self.network {
             network.traffic = network.read.traffic(&network.running).await;
