@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_core::address::Dual;
-use flannel_core::backend::Env;
+use flannel_core::backend::{Env, Reach};
 use flannel_core::json::Fields;
 use flannel_core::lease::{LARGEST_VALUE, LeaseAttrs, MOST_OFFERS, Offer, Revision};
 use flannel_core::object::{
@@ -104,7 +104,7 @@ fn objects(peers: &Admission) -> BTreeMap<Key, Object> {
 }
 
 fn put(peers: &mut Admission, lease: &Arc<Lease>) {
-    peers.update([(lease.subnets, Some(lease))].into_iter(), &|_| Some(None));
+    peers.update([(lease.subnets, Some(lease))].into_iter(), &|_| Some(Reach::NotDirect));
 }
 
 /// A lease with this value changes no object of another lease: as a new lease, and as a change of

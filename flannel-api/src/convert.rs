@@ -106,7 +106,7 @@ impl FailureReport {
             object: key.to_string(),
             change: failure.change.to_string(),
             peer: failure.peer.map(|peer| peer.to_string()),
-            errno: failure.error.errno,
+            errno: failure.error.errno().unwrap_or(0),
             error: failure.error.to_string(),
             since: seconds(failure.since),
             tries: failure.tries,

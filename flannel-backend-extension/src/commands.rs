@@ -27,7 +27,7 @@
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //! use flannel_backend_extension::commands::{Annexes, Names, Of, Task};
-//! use flannel_core::kernel::Annex;
+//! use flannel_core::kernel::{Annex, Outcome};
 //! use flannel_core::object::{Change, Object};
 //!
 //! const NAMES: Names = Names { annex: "mine", node: ["Start", "Stop"], peer: ["Add", "Remove"] };
@@ -57,8 +57,7 @@
 //! };
 //! let record = Object::from(task.record("mine", "10.1.7.0/24".parse()?));
 //! // The route engine does this with the records of the plan.
-//! let started = commands.apply(&[Change::Put(record.clone())]);
-//! assert!(started[0].as_ref().is_err_and(|error| error.is_started()));
+//! assert_eq!(commands.apply(&[Change::Put(record.clone())]), [Outcome::Started]);
 //! commands.wait(&record.key(), Duration::from_secs(30))?;
 //! assert_eq!(mine.annexes(None).remove(0).records()?.len(), 1);
 //! # Ok(()) }

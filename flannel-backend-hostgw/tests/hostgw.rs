@@ -8,7 +8,7 @@ use std::sync::Arc;
 use flannel_backend_hostgw::HostGw;
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
-use flannel_core::kernel::Footprint;
+use flannel_core::kernel::{Footprint, Outcome};
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::Change;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
@@ -197,7 +197,7 @@ async fn a_config_that_requires_encryption_makes_no_route_to_a_peer() {
         via: flannel_core::object::Via::Blackhole,
         mtu: None,
     };
-    assert!(kernel.apply(&footprint, &[Change::Put(route.into())]).iter().all(Result::is_ok));
+    assert!(kernel.apply(&footprint, &[Change::Put(route.into())]).iter().all(Outcome::is_done));
     flannel_route::ready_for_go(&kernel, &footprint, false).unwrap();
     assert!(!kernel.dump().iter().any(|line| line.contains("blackhole")), "for Go flannel");
 }

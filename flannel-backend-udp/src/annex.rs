@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use flannel_core::Subnet;
 use flannel_core::kernel::{
-    Annex, Changes, Invalidation, KernelError, LongDrops, Refused, Traffic,
+    Annex, Changes, Invalidation, KernelError, LongDrops, Outcome, Refused, Traffic,
 };
 use flannel_core::object::{Change, Key, Object, Record, Secret};
 use flannel_core::runtime::lock;
@@ -17,7 +17,7 @@ use flannel_udp::{DataPlane, Options, Peers, Prefix, Request, Status};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::NAME;
-use crate::traffic::{counted, traffic};
+use crate::traffic::{counted, traffic, unread};
 
 /// The text of a record before the address.
 const TO: &str = "to ";
@@ -56,7 +56,7 @@ impl Table {
 }
 
 fn failed(error: &io::Error) -> KernelError {
-    KernelError::explained(0, format!("the data plane: {error}"))
+    KernelError::Other(format!("the data plane: {error}"))
 }
 
 /// The request for a change.
@@ -132,22 +132,22 @@ impl Annex for Table {
         Ok(records)
     }
 
-    fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        let mut results = vec![Ok(()); changes.len()];
+    fn apply(&self, changes: &[Change]) -> Vec<Outcome> {
+        let mut outcomes = vec![Outcome::Done; changes.len()];
         let mut requests = Vec::new();
-        for (place, (change, result)) in changes.iter().zip(&mut results).enumerate() {
+        for (place, change) in changes.iter().enumerate() {
             match request(change) {
                 Ok(request) => requests.push((place, request)),
-                Err(why) => *result = Err(KernelError::explained(0, why)),
+                Err(why) => outcomes[place] = Outcome::Failed(KernelError::Other(why)),
             }
         }
         let (requests, places): (Vec<_>, Vec<_>) = merged(requests).into_iter().unzip();
         for (answer, places) in self.ask(&requests).into_iter().zip(places) {
             for place in places {
-                results[place] = answer.clone().map(drop);
+                outcomes[place] = answer.clone().map(drop).into();
             }
         }
-        results
+        outcomes
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
@@ -159,13 +159,15 @@ impl Annex for Table {
     }
 
     fn traffic(&self) -> Option<Traffic> {
-        let counts = self.plane.counts()?;
-        let mut drops = lock(&self.drops);
-        traffic(&counts, &mut drops, Instant::now())
+        match self.plane.counts() {
+            Ok(counts) => traffic(&counts?, &mut lock(&self.drops), Instant::now()),
+            Err(error) => Some(unread(&error)),
+        }
     }
 
     fn refused(&self) -> Option<Refused> {
-        counted(&self.plane.counts()?)
+        // `traffic` reports an error.
+        counted(&self.plane.counts().unwrap_or_default()?)
     }
 
     /// Changes end before [`Annex::apply`] returns.
@@ -181,7 +183,7 @@ struct Events(UnboundedReceiver<Invalidation>);
 impl Changes for Events {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
         // The sender is dropped when another stream is opened.
-        let error = || KernelError::explained(0, "another stream was opened");
+        let error = || KernelError::Other("another stream was opened".to_owned());
         self.0.recv().await.ok_or_else(error)
     }
 }
@@ -195,6 +197,24 @@ mod tests {
 
     fn subnet(n: u8) -> Subnet {
         format!("10.1.{n}.0/24").parse().unwrap()
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_asked_for_its_counts_is_a_problem() {
+        use std::io::{BufRead, BufReader, Write};
+
+        let dir = tempfile::tempdir().unwrap();
+        let table = Table::new(dir.path().to_owned());
+        assert_eq!(table.traffic(), None, "there is no process");
+        let listener = std::os::unix::net::UnixListener::bind(dir.path().join("socket")).unwrap();
+        let process = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            BufReader::new(stream.try_clone().unwrap()).read_line(&mut String::new()).unwrap();
+            stream.write_all(b"no answer of a data plane\n").unwrap();
+        });
+        let problems = table.traffic().unwrap().problems;
+        process.join().unwrap();
+        assert!(problems[0].0.starts_with("the counts of the data plane cannot be read: "));
     }
 
     #[test]
@@ -249,16 +269,19 @@ mod tests {
         let plane = Table::new(dir.path().to_owned());
         let peer = |n: u8| peer_record(subnet(n), ([192, 0, 2, n], 8285).into());
         let unknown = Record::new(NAME, subnet(3), "unknown".to_owned());
-        let results = plane.apply(&[
+        let outcomes = plane.apply(&[
             Change::Put(peer(1).into()),
             Change::Delete(peer(2).into()),
             Change::Put(unknown.into()),
             Change::Delete(peer(4).into()),
         ]);
-        let text = |result: Result<(), KernelError>| result.err().map(|error| error.to_string());
-        let failed: Vec<Option<String>> = results.into_iter().map(text).collect();
-        let [Some(refused), None, Some(unknown), None] = &failed[..] else { panic!("{failed:?}") };
-        assert!(refused.contains("no") && unknown.contains("has no address"), "{failed:?}");
+        let [Outcome::Failed(refused), Outcome::Done, Outcome::Failed(unknown), Outcome::Done] =
+            &outcomes[..]
+        else {
+            panic!("{outcomes:?}")
+        };
+        assert!(refused.to_string().contains("no"), "{refused}");
+        assert!(unknown.to_string().contains("has no address"), "{unknown}");
     }
 
     /// The engine puts the record of this node, which starts a process that takes over.
@@ -282,7 +305,7 @@ mod tests {
         let plane = Table::new(dir.path().join("udp"));
         assert_eq!(plane.records().unwrap(), []);
         let gone = Change::Delete(peer_record(subnet(3), ([192, 0, 2, 3], 8285).into()).into());
-        assert_eq!(plane.apply(&[gone]), [Ok(())]);
+        assert_eq!(plane.apply(&[gone]), [Outcome::Done]);
         assert!(!dir.path().join("udp").exists(), "a cleanup makes no directory");
     }
 }

@@ -1,6 +1,7 @@
 //! The counts of the data plane, and what is wrong if some of them grow.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::time::Instant;
 
 use flannel_core::Remedy;
@@ -49,6 +50,13 @@ pub(crate) fn traffic(status: &Status, drops: &mut LongDrops, now: Instant) -> O
             .collect(),
         dropped,
     })
+}
+
+/// The traffic of a process that cannot be asked.
+pub(crate) fn unread(error: &io::Error) -> Traffic {
+    let text = format!("the counts of the data plane cannot be read: {error}");
+    let command = "pgrep -a flannel-udp # does the process of the data plane run?";
+    Traffic { problems: vec![(text, command.to_owned())], ..Traffic::default() }
 }
 
 /// What is wrong if packets are dropped for this reason. `None`: pods or other hosts can cause it,

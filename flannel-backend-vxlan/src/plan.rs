@@ -86,7 +86,7 @@ pub(crate) fn backend_data(vni: u32, mac: MacAddr) -> String {
 mod tests {
     use std::net::IpAddr;
 
-    use flannel_core::backend::Advice;
+    use flannel_core::backend::{Advice, Reach};
 
     use super::*;
 
@@ -152,7 +152,8 @@ mod tests {
                 data: Dual { v4: None, v6: Some(format!(r#"{{"VtepMAC":"{mac}"}}"#).into()) },
             };
             let subnets = "0.0.0.0-0&fd00:1:0:7::-64".parse().unwrap();
-            let answer = |_: IpAddr| Some(direct.filter(|_| is_on_link));
+            let reach = direct.filter(|_| is_on_link).map_or(Reach::NotDirect, Reach::Direct);
+            let answer = |_: IpAddr| Some(reach);
             let mut objects = Vec::new();
             let rejected = plan.objects(&subnets, &offer, &Env::new(&answer), &mut objects);
             (objects.len(), rejected.err().map(|why| why.to_string()).unwrap_or_default())

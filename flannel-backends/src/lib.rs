@@ -2,7 +2,7 @@
 
 mod list;
 
-use std::sync::LazyLock;
+use std::sync::Arc;
 
 use flannel_backend_alloc::Alloc;
 use flannel_backend_extension::Extension;
@@ -11,6 +11,7 @@ use flannel_backend_ipip::Ipip;
 use flannel_backend_udp::UdpBackend;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_backend_wireguard::WireguardBackend;
+use flannel_core::Backend;
 use flannel_firewall::{Guarded, Usual};
 
 pub use flannel_backend_udp::run_if_started;
@@ -18,34 +19,28 @@ pub use flannel_backend_wireguard::{SECRET as WIREGUARD_KEY, is_key as is_wiregu
 
 pub use self::list::{Backends, UnknownBackend};
 
-/// It has an annex for each state directory.
-static EXTENSION: Extension = Extension::new();
+/// The name of the guard of `ipip`.
+const IPIP_GUARD: &str = "guard-ipip";
 
-/// It has a data plane for each state directory.
-static UDP: LazyLock<Guarded<UdpBackend>> =
-    LazyLock::new(|| Guarded::new(UdpBackend::new(), "guard-udp", Usual::Always));
-
-/// Behind a NAT, and on nodes with several ways to a peer, packets may come from other addresses
-/// than Go flannel expects, so a config has to ask for the check.
-static VXLAN: LazyLock<Guarded<VxlanBackend>> =
-    LazyLock::new(|| Guarded::new(VxlanBackend, "guard-vxlan", Usual::Off));
-
-static IPIP: LazyLock<Guarded<Ipip>> =
-    LazyLock::new(|| Guarded::new(Ipip, "guard-ipip", Usual::IfPossible));
-
-static UNGUARDED_IPIP: LazyLock<Guarded<Ipip>> =
-    LazyLock::new(|| Guarded::new(Ipip, "guard-ipip", Usual::Off));
-
-/// The backends of this build.
+/// The backends of this build, as new values: two lists share no state.
 pub fn all() -> Backends {
-    let routing = Backends::default().with(&*VXLAN).with(&HostGw).with(&*IPIP);
-    routing.with(&WireguardBackend).with(&*UDP).with(&EXTENSION).with(&Alloc)
+    // Behind a NAT, and on nodes with several ways to a peer, packets may come from other addresses
+    // than Go flannel expects, so for vxlan a config has to ask for the check.
+    Backends::default()
+        .with(Arc::new(Guarded::new(VxlanBackend, "guard-vxlan", Usual::Off)))
+        .with(Arc::new(HostGw))
+        .with(Arc::new(Guarded::new(Ipip, IPIP_GUARD, Usual::IfPossible)))
+        .with(Arc::new(WireguardBackend))
+        .with(Arc::new(Guarded::new(UdpBackend::new(), "guard-udp", Usual::Always)))
+        .with(Arc::new(Extension::new()))
+        .with(Arc::new(Alloc))
 }
 
-/// The same backends. A tunnel without ports (`ipip`) takes packets from every host, unless the
-/// config has `SourceCheck`.
+/// Replaces `ipip`, a tunnel without ports, in these backends by a new value that takes packets
+/// from every host, unless the config has `SourceCheck`.
 pub fn without_guard_of_protocols(backends: Backends) -> Backends {
-    backends.replacing(&*UNGUARDED_IPIP)
+    let ipip: Arc<dyn Backend> = Arc::new(Guarded::new(Ipip, IPIP_GUARD, Usual::Off));
+    backends.replacing(&ipip)
 }
 
 #[cfg(test)]
@@ -73,6 +68,16 @@ mod tests {
             let others = ["host-gw", "wireguard", "extension", "alloc"];
             assert!(guarded.into_iter().all(has_check));
             assert!(!others.into_iter().any(has_check));
+        }
+    }
+
+    #[test]
+    fn two_lists_share_no_backend() {
+        let first = super::all();
+        let second = super::all();
+        for backend in first.iter() {
+            let other = second.find(backend.kind()).unwrap();
+            assert!(!std::sync::Arc::ptr_eq(backend, other), "{}", backend.kind());
         }
     }
 

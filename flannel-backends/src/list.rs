@@ -1,6 +1,7 @@
 //! The list of backends.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use flannel_core::backend::Datapath;
 use flannel_core::kernel::Footprint;
@@ -8,9 +9,12 @@ use flannel_core::object::LinkName;
 use flannel_core::{Backend, Config};
 
 /// The backends that a network config can name.
+///
+/// A backend may keep state, for example the tasks of `extension`. Clones of a list have the same
+/// backends, so give each daemon of a process a list of its own.
 #[derive(Debug, Clone, Default)]
 pub struct Backends {
-    all: Vec<&'static dyn Backend>,
+    all: Vec<Arc<dyn Backend>>,
 }
 
 /// The config names a backend that does not exist.
@@ -27,31 +31,32 @@ pub struct UnknownBackend {
 
 impl Backends {
     /// Adds a backend. Of several backends with one type, the first one is used.
-    pub fn with(mut self, backend: &'static dyn Backend) -> Self {
+    #[must_use]
+    pub fn with(mut self, backend: Arc<dyn Backend>) -> Self {
         self.all.push(backend);
         self
     }
 
-    /// The same list with this backend in the place of the one with the same type, if there is one.
-    pub(crate) fn replacing(mut self, backend: &'static dyn Backend) -> Self {
+    /// Replaces the backend with the same type, if the list has one.
+    pub(crate) fn replacing(mut self, backend: &Arc<dyn Backend>) -> Self {
         for other in self.all.iter_mut().filter(|other| other.kind() == backend.kind()) {
-            *other = backend;
+            *other = Arc::clone(backend);
         }
         self
     }
 
     /// All backends.
-    pub fn iter(&self) -> impl Iterator<Item = &'static dyn Backend> {
-        self.all.iter().copied()
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Backend>> {
+        self.all.iter()
     }
 
     /// The backend of a type in lower case.
     ///
     /// # Errors
     /// There is no backend of this type. The error lists all types.
-    pub fn find(&self, kind: &str) -> Result<&'static dyn Backend, UnknownBackend> {
+    pub fn find(&self, kind: &str) -> Result<&Arc<dyn Backend>, UnknownBackend> {
         self.iter().find(|backend| backend.kind() == kind).ok_or_else(|| {
-            let known: Vec<&str> = self.iter().map(Backend::kind).collect();
+            let known: Vec<&str> = self.iter().map(|backend| backend.kind()).collect();
             UnknownBackend { kind: kind.to_owned(), known: known.join(", ") }
         })
     }
@@ -65,7 +70,7 @@ impl Backends {
     /// The types in leases of the backends that encrypt: with the options of `config` for its own
     /// backend, without options for the others.
     pub fn encrypted_types(&self, config: &Config) -> BTreeSet<&'static str> {
-        let encrypts = |backend: &&dyn Backend| {
+        let encrypts = |backend: &&Arc<dyn Backend>| {
             let mut config = config.clone();
             if config.backend.kind != backend.kind() {
                 config.backend.options = "{}".to_owned();
@@ -97,7 +102,7 @@ impl Backends {
         })
     }
 
-    /// [`Backend::footprint`]; `None`: the backend is unknown or its options are wrong.
+    /// [`Backend::footprint`], or `None` if the backend is unknown or its options are wrong.
     pub fn known_footprint(&self, config: &Config, uplink: Option<LinkName>) -> Option<Footprint> {
         self.find(&config.backend.kind).ok()?.footprint(config, uplink).ok()
     }

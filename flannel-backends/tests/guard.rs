@@ -67,7 +67,7 @@ async fn vxlan_with_a_peer() -> (FakeSubnets, HostNetwork) {
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer("vxlan", 7));
     let backends = flannel_backends::all();
     let backend = backends.find("vxlan").unwrap();
-    let network = host(&subnets).join(backend, &config, JoinOptions::default()).await.unwrap();
+    let network = host(&subnets).join(&**backend, &config, JoinOptions::default()).await.unwrap();
     (subnets, network)
 }
 
@@ -194,7 +194,7 @@ fn the_option_decides_about_the_guard() {
             let backends = flannel_backends::all();
             let backend = backends.find(&config.backend.kind).unwrap();
             let host = host(&subnets);
-            let network = host.join(backend, &config, JoinOptions::default()).await.unwrap();
+            let network = host.join(&**backend, &config, JoinOptions::default()).await.unwrap();
             let views = subnets.watch_leases().await.unwrap();
             let mut status = network.handle().status;
             tokio::select! {
@@ -232,7 +232,7 @@ fn a_node_can_switch_the_default_of_ipip_off() {
             let config = subnets.network_config().await.unwrap();
             let backend = backends.find("ipip").unwrap();
             let host = host(&subnets);
-            let network = host.join(backend, &config, JoinOptions::default()).await.unwrap();
+            let network = host.join(&**backend, &config, JoinOptions::default()).await.unwrap();
             let views = subnets.watch_leases().await.unwrap();
             let mut status = network.handle().status;
             tokio::select! {

@@ -17,7 +17,7 @@ use async_trait::async_trait;
 
 pub use self::blueprint::Blueprint;
 pub use self::datapath::{Datapath, Inlet};
-pub use self::plan::{Advice, Answer, Env, Plan};
+pub use self::plan::{Advice, Answer, Env, Plan, Reach};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 pub use self::source_check::SourceCheck;
 pub use self::underlay::{LocalEnd, underlay_mtu};
@@ -67,8 +67,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
         !self.lease_type().is_empty()
     }
 
-    /// The names of its options, without `Type`. `None`: flannelctl does not find misspelt ones.
-    fn option_names(&self) -> Option<&'static [&'static str]> {
+    /// The names of its options, without `Type`, or `None` if misspelt ones cannot be found.
+    fn option_names(&self) -> Option<&[&'static str]> {
         None
     }
 
@@ -94,7 +94,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
     /// The annexes that keep the records of the network's plan. None: the plan defines no records.
-    /// Every call with the same directory returns handles of the same annexes. In `state_dir` they
+    /// Every call with the same directory returns handles of the same annexes, until they are
+    /// [stopped](Annex::stop). In `state_dir` they
     /// keep their files over restarts; without one, nothing is kept.
     fn annexes(&self, _state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
         Vec::new()

@@ -2,7 +2,10 @@
 
 mod annex;
 mod changed_by;
+mod error;
+mod go_routes;
 mod nexthops;
+mod outcome;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,8 +15,11 @@ use async_trait::async_trait;
 
 pub use self::annex::{Annex, LongDrops, Refused, Traffic};
 pub use self::changed_by::{ChangedBy, Process, ProcessNames};
+pub use self::error::KernelError;
+pub use self::go_routes::{GoRouteKernel, GoRoutes};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
-use crate::address::{Dual, Subnet};
+pub use self::outcome::Outcome;
+use crate::address::Subnet;
 use crate::config::Config;
 use crate::object::{Addr, Change, Key, Link, LinkName, Object, Route, State, Via};
 
@@ -35,17 +41,12 @@ pub struct Footprint {
     /// The pod networks.
     pub networks: Vec<Subnet>,
     /// Other devices that carry its routes, such as the external interface. Their changes are
-    /// watched. They do not decide which routes are owned, except with `go_routes`.
+    /// watched. They do not decide which routes are owned.
     pub routes_on: BTreeSet<LinkName>,
     /// This network keeps blackhole routes inside `networks`.
     pub blackholes: bool,
     /// The ids of its nexthop objects. `None` from a backend: the route engine chooses them.
     pub nexthops: Option<NexthopBlock>,
-    /// Leave it `None` in a network. Only `flannel_route::remove_go_routes` sets it: the footprint
-    /// then owns only the routes that Go flannel left. These are on one of `routes_on`, of
-    /// [its protocol](GO_ROUTE_PROTOCOL), via a gateway, and inside `networks`. They have the
-    /// prefix length (in bits) of their family.
-    pub go_routes: Option<Dual<u8>>,
     /// The annexes with its records ([`Annex::name`]).
     pub annexes: BTreeSet<&'static str>,
 }
@@ -63,7 +64,7 @@ impl Footprint {
         }
     }
 
-    /// Adds another network's footprint, except for its `nexthops` and `go_routes`.
+    /// Adds another network's footprint, except for its `nexthops`.
     pub fn merge(&mut self, other: Self) {
         self.links.extend(other.links);
         let new = other.networks.into_iter().filter(|network| !self.networks.contains(network));
@@ -92,12 +93,6 @@ impl Footprint {
     /// is the route's device, or that of its nexthop object.
     pub fn owns_route(&self, route: &Route, link: Option<LinkName>, protocol: u8) -> bool {
         let inside = self.networks.iter().any(|network| network.covers(&route.dst));
-        if let Some(lens) = self.go_routes {
-            let by_gateway =
-                matches!(route.via, Via::Gateway { link, .. } if self.routes_on.contains(&link));
-            let of_a_lease = lens[route.dst.family()] == Some(route.dst.len());
-            return protocol == GO_ROUTE_PROTOCOL && by_gateway && of_a_lease && inside;
-        }
         if link.is_some_and(|link| self.links.contains(&link)) {
             return protocol != PROTOCOL_KERNEL;
         }
@@ -112,6 +107,21 @@ impl Footprint {
 
     fn owns_id(&self, id: u32) -> bool {
         self.nexthops.is_some_and(|block| block.contains(id))
+    }
+
+    /// Whether this network may desire `object`: a snapshot shows it as owned after the network has
+    /// put it. `link` is the object's device, or the device of its nexthop object.
+    pub fn owns(&self, object: &Object, link: Option<LinkName>) -> bool {
+        match object {
+            Object::Link(link) => self.links.contains(&link.name),
+            Object::Addr(addr) => self.owns_addr(addr),
+            Object::Neigh(_) | Object::Fdb(_) | Object::Peer(_) => {
+                link.is_some_and(|link| self.owns_entry(link, true))
+            }
+            Object::Nexthop(nexthop) => self.owns_nexthop(nexthop.id, nexthop.link, ROUTE_PROTOCOL),
+            Object::Route(route) => self.owns_route(route, link, ROUTE_PROTOCOL),
+            Object::Record(record) => self.annexes.contains(record.annex),
+        }
     }
 
     /// Whether a snapshot may show `object`, which another program has put, as owned. `protocol` is
@@ -151,71 +161,6 @@ impl Footprint {
             Key::Nexthop(id) => self.owns_id(*id),
             Key::Route(dst) => self.networks.iter().any(|network| network.covers(dst)),
             Key::Record(annex, _) => self.annexes.contains(annex),
-        }
-    }
-}
-
-/// An error of the kernel.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KernelError {
-    /// The errno, positive; 0: the detail says all.
-    pub errno: i32,
-    /// The explanation of the kernel (netlink "extended ack") or of the implementation, if any.
-    pub detail: Option<String>,
-}
-
-impl KernelError {
-    /// An errno without explanation.
-    pub const fn new(errno: i32) -> Self {
-        Self { errno, detail: None }
-    }
-
-    /// An errno with an explanation.
-    pub fn explained(errno: i32, detail: impl Into<String>) -> Self {
-        Self { errno, detail: Some(detail.into()) }
-    }
-
-    /// The answer to a change that was only started (`EINPROGRESS`): of an [`Annex`], or to the put
-    /// of a device that another program makes.
-    pub const fn started() -> Self {
-        Self::new(115)
-    }
-
-    /// The answer of [`Annex::wait`] if a change has not ended in time (`ETIMEDOUT`).
-    pub const fn timed_out() -> Self {
-        Self::new(110)
-    }
-
-    /// Whether this is not a failure: the change was only started.
-    pub fn is_started(&self) -> bool {
-        self.errno == Self::started().errno
-    }
-
-    /// Whether it is `ENOENT`, `ESRCH`, `ENXIO`, `ENODEV` or `EADDRNOTAVAIL`: no such object.
-    pub fn is_absent(&self) -> bool {
-        matches!(self.errno, 2 | 3 | 6 | 19 | 99)
-    }
-}
-
-impl fmt::Display for KernelError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let errno = std::io::Error::from_raw_os_error(self.errno);
-        match &self.detail {
-            Some(detail) if self.errno == 0 => f.write_str(detail),
-            Some(detail) => write!(f, "{detail}: {errno}"),
-            None => write!(f, "{errno}"),
-        }
-    }
-}
-
-impl std::error::Error for KernelError {}
-
-/// An error without errno becomes `EIO` with its text as the detail.
-impl From<std::io::Error> for KernelError {
-    fn from(error: std::io::Error) -> Self {
-        match error.raw_os_error() {
-            Some(errno) => Self::new(errno),
-            None => Self::explained(5, error.to_string()),
         }
     }
 }
@@ -266,7 +211,7 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
 
     #[doc = include_str!("../docs/apply.md")]
-    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>>;
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome>;
 
     /// Checks that this process may change objects, and that the kernel has links of these kinds.
     /// Changes nothing. The default implementation succeeds.

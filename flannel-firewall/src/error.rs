@@ -6,7 +6,7 @@ use std::process::ExitStatus;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_core::{Remedy, Subnet};
-use libc::{EINVAL, ENOENT, EOPNOTSUPP, EPERM, EPROTONOSUPPORT};
+use libc::{EINVAL, ENOENT, EOPNOTSUPP, EPROTONOSUPPORT};
 
 /// An error of the firewall.
 #[derive(Debug, thiserror::Error)]
@@ -160,10 +160,12 @@ impl Error {
     /// The error for a refused request about `object`.
     pub(crate) fn kernel(object: impl Into<String>, source: KernelError) -> Self {
         let object = object.into();
-        match source.errno {
-            EPERM => Self::NotPermitted { object, detail: source.to_string(), by_program: false },
-            ENOENT | EINVAL | EPROTONOSUPPORT | EOPNOTSUPP => Self::NoNftables { object, source },
-            _ => Self::Kernel { object, source },
+        if source.is_denied() {
+            Self::NotPermitted { object, detail: source.to_string(), by_program: false }
+        } else if lacks_nftables(&source) {
+            Self::NoNftables { object, source }
+        } else {
+            Self::Kernel { object, source }
         }
     }
 
@@ -188,6 +190,11 @@ impl Error {
     }
 }
 
+/// Whether the kernel refused a request because it lacks nf_tables, or a part of it.
+pub(crate) fn lacks_nftables(error: &KernelError) -> bool {
+    matches!(error.errno(), Some(ENOENT | EINVAL | EPROTONOSUPPORT | EOPNOTSUPP))
+}
+
 /// Whether the process lacks CAP_NET_ADMIN (bit 12) or CAP_NET_RAW (bit 13); false if unreadable.
 fn lacks_privilege() -> bool {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
@@ -198,6 +205,8 @@ fn lacks_privilege() -> bool {
 
 #[cfg(test)]
 mod tests {
+    use libc::EPERM;
+
     use super::*;
 
     #[test]
@@ -214,6 +223,6 @@ mod tests {
             assert!(!error.contains("legacy"), "{error}");
         }
         let error = Error::kernel("nftables", KernelError::new(105));
-        assert!(matches!(&error, Error::Kernel { source, .. } if source.errno == 105), "{error}");
+        assert!(matches!(&error, Error::Kernel { source, .. } if source.is(105)), "{error}");
     }
 }

@@ -228,7 +228,7 @@ impl Plan {
             Ok(()) => Ok(Some(self.deviations)),
             Err(Refused { change: Some(change), error })
                 if self.whole.contains(&change)
-                    && matches!(error.errno, ENOENT | EEXIST | EBUSY) =>
+                    && matches!(error.errno(), Some(ENOENT | EEXIST | EBUSY)) =>
             {
                 Ok(None)
             }

@@ -134,7 +134,7 @@ impl NetlinkKernel {
     /// The rules cannot be read.
     pub fn rules(&self, family: Family) -> Result<Vec<Rule>, KernelError> {
         match self.lock().dump(rule::all(family), rule::read) {
-            Err(error) if [EOPNOTSUPP, EAFNOSUPPORT].contains(&error.errno) => Ok(Vec::new()),
+            Err(error) if error.is(EOPNOTSUPP) || error.is(EAFNOSUPPORT) => Ok(Vec::new()),
             rules => rules,
         }
     }
@@ -151,7 +151,7 @@ impl NetlinkKernel {
             found.filter(|_| rule::table_of(message) == Some(table))
         };
         let found = match socket.dump(route::in_table(within.family(), table), read) {
-            Err(error) if error.errno == ENOENT => Vec::new(),
+            Err(error) if error.is(ENOENT) => Vec::new(),
             found => found?,
         };
         let route = |found: RouteMessage| {
@@ -171,13 +171,13 @@ impl NetlinkKernel {
     pub fn attached(&self, device: LinkName) -> Result<Attached, KernelError> {
         let mut socket = self.lock();
         let (index, mut attached) = match socket.ask(link::by_name(device), attached::read) {
-            Err(error) if error.errno == ENODEV => return Ok(Attached::default()),
+            Err(error) if error.is(ENODEV) => return Ok(Attached::default()),
             found => found?,
         };
         for parent in [attached::INGRESS, attached::EGRESS] {
             match socket.dump(attached::filters(index, parent), attached::read_filter) {
                 // The kernel has no filters.
-                Err(error) if error.errno == EOPNOTSUPP => {}
+                Err(error) if error.is(EOPNOTSUPP) => {}
                 filters => attached.filters.extend(filters?),
             }
         }

@@ -5,6 +5,7 @@ mod changes;
 mod counters;
 mod foreign_routes;
 mod fou;
+mod go_routes;
 mod process_names;
 pub(crate) mod query;
 mod shadows;
@@ -19,9 +20,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{
-    Changes, Footprint, KernelError, NexthopIds, Process, ProcessNames, RouteAnswer,
+    Changes, Footprint, GoRouteKernel, GoRoutes, KernelError, NexthopIds, Outcome, Process,
+    ProcessNames, RouteAnswer,
 };
-use flannel_core::object::{Change, Link, State};
+use flannel_core::object::{Change, Link, Route, State};
 use flannel_core::runtime::lock;
 
 use self::apply::Writer;
@@ -160,7 +162,7 @@ impl Kernel for NetlinkKernel {
         nexthop_users(&mut self.lock(), there)
     }
 
-    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         let mut socket = self.lock();
         Writer::new(&mut socket, &self.place, footprint, changes).apply()
     }
@@ -179,6 +181,16 @@ impl Kernel for NetlinkKernel {
         let (foreign, wireguard) = (foreign.clone(), wireguard.clone());
         let open = || Listener::open(of_listener, port, foreign, wireguard);
         Ok(Box::new(namespace.run(open)??))
+    }
+}
+
+impl GoRouteKernel for NetlinkKernel {
+    fn go_routes(&self, which: &GoRoutes) -> Result<Vec<Route>, KernelError> {
+        go_routes::go_routes(&mut self.lock(), which)
+    }
+
+    fn delete_go_routes(&self, routes: &[Route]) -> Vec<Outcome> {
+        go_routes::delete_go_routes(&mut self.lock(), routes)
     }
 }
 

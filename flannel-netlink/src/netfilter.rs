@@ -13,7 +13,7 @@ use nix::sys::socket::SockProtocol;
 
 use crate::transport::multicast::Multicast;
 use crate::transport::socket::Socket;
-use crate::transport::wire::{EBADMSG, Message};
+use crate::transport::wire::Message;
 
 pub use crate::transport::wire::{Attributes, Messages};
 
@@ -205,7 +205,7 @@ impl NetfilterSocket {
         match results[1..=changes].iter().position(Option::is_none) {
             None => Ok(()),
             Some(change) => {
-                let error = KernelError::explained(EBADMSG, "the kernel did not answer");
+                let error = KernelError::unreadable("the kernel did not answer");
                 Err(Refused { change: Some(change), error })
             }
         }
@@ -215,7 +215,7 @@ impl NetfilterSocket {
     ///
     /// # Errors
     /// The object does not exist ([`KernelError::is_absent`]), the process lacks the privilege, or
-    /// `read` returned `None` (`EBADMSG`).
+    /// `read` returned `None` ([`KernelError::Unreadable`]).
     pub fn ask<T>(
         &mut self,
         kind: Kind,

@@ -121,7 +121,7 @@ pub fn at_one_moment<T, E>(
 /// `None` if the object does not exist.
 fn present<T>(answer: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
     match answer {
-        Err(error) if error.errno == ENOENT => Ok(None),
+        Err(error) if error.is(ENOENT) => Ok(None),
         answer => answer.map(Some),
     }
 }

@@ -8,8 +8,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::engine::BATCH;
+use crate::outcomes;
 use flannel_core::address::Dual;
-use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
+use flannel_core::kernel::{
+    Footprint, GoRouteKernel, GoRoutes, KernelError, NexthopBlock, Outcome,
+};
 use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
 use flannel_core::{Kernel, Subnet};
 use libc::{EBUSY, EINVAL};
@@ -203,20 +206,28 @@ pub fn ready_for_go(
 /// # Blocking
 /// As [`Kernel`].
 pub fn remove_go_routes(
-    kernel: &dyn Kernel,
+    kernel: &dyn GoRouteKernel,
     footprint: &Footprint,
     lens: Dual<u8>,
     keeps: impl Fn(&Subnet) -> bool,
     dry_run: bool,
 ) -> Result<Cleanup, KernelError> {
-    let (networks, routes_on) = (footprint.networks.clone(), footprint.routes_on.clone());
-    let footprint =
-        Footprint { networks, routes_on, go_routes: Some(lens), ..Footprint::default() };
-    let there = kernel.snapshot(&footprint)?;
+    let links = footprint.routes_on.clone();
+    let networks = footprint.networks.clone();
+    let mut routes = kernel.go_routes(&GoRoutes { links, networks, lens })?;
+    routes.retain(|route| !keeps(&route.dst));
     let mut report = Cleanup::default();
-    let kept = |object: &&Object| matches!(object, Object::Route(route) if keeps(&route.dst));
-    let changes = there.iter().filter(|object| !kept(object)).cloned().map(Change::Delete);
-    report.carry_out(kernel, &footprint, changes.collect(), dry_run);
+    let deletion = |route: &Route| Change::Delete((*route).into());
+    if dry_run {
+        report.done.extend(routes.iter().map(deletion));
+        return Ok(report);
+    }
+    for (n, batch) in routes.chunks(BATCH).enumerate() {
+        pause_before(n);
+        let outcomes = kernel.delete_go_routes(batch);
+        let outcomes = outcomes::one_for_each(batch.len(), outcomes, "the kernel");
+        report.note(batch.iter().map(deletion), outcomes);
+    }
     Ok(report)
 }
 
@@ -238,10 +249,6 @@ impl Cleanup {
         None
     }
 
-    #[allow(
-        clippy::disallowed_methods,
-        reason = "the lock of the kernel is unfair: there is no condition to wait for"
-    )]
     fn carry_out(
         &mut self,
         kernel: &dyn Kernel,
@@ -253,15 +260,30 @@ impl Cleanup {
             return self.done.extend(changes);
         }
         for (n, batch) in changes.chunks(BATCH).enumerate() {
-            if n > 0 {
-                std::thread::sleep(TURN);
-            }
-            for (change, result) in batch.iter().cloned().zip(kernel.apply(footprint, batch)) {
-                match result {
-                    Ok(()) => self.done.push(change),
-                    Err(error) => self.failed.push((change, error)),
-                }
+            pause_before(n);
+            let outcomes = outcomes::apply(kernel, footprint, batch);
+            self.note(batch.iter().cloned(), outcomes);
+        }
+    }
+
+    /// Notes changes with their outcomes.
+    fn note(&mut self, changes: impl Iterator<Item = Change>, outcomes: Vec<Outcome>) {
+        for (change, outcome) in changes.zip(outcomes) {
+            match outcome.into_result() {
+                Ok(()) => self.done.push(change),
+                Err(error) => self.failed.push((change, error)),
             }
         }
+    }
+}
+
+/// Pauses before each batch but the first one, with the number 0.
+#[allow(
+    clippy::disallowed_methods,
+    reason = "the lock of the kernel is unfair: there is no condition to wait for"
+)]
+fn pause_before(batch: usize) {
+    if batch > 0 {
+        std::thread::sleep(TURN);
     }
 }

@@ -1,6 +1,7 @@
 //! The driver: the task of a kernel network.
 //!
-//! Work is done in rounds, one at a time, on a thread that may block. Meanwhile this task listens.
+//! Work is done in rounds, one at a time, on a thread that may block. Questions are answered on such
+//! a thread too, because the kernel may be slow. The [listener](crate::listener) has its own thread.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -15,16 +16,12 @@ use crate::gated_kernel::GatedKernel;
 use crate::kernel_network::KernelNetwork;
 use crate::listener::Listener;
 use crate::schedule::{Done, Permits, Schedule};
-use flannel_core::Result;
-use flannel_core::kernel::{Changes, Invalidation, KernelError, ProcessNames};
+use flannel_core::kernel::{Invalidation, ProcessNames};
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, Question};
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
-
-/// The time between two looks at the kernel's events during a round. No event is handled before the
-/// end of the round, and the kernel is faster if messages do not wake a listener.
-const LISTEN: Duration = Duration::from_millis(4);
+use flannel_core::{Kernel, Result};
 
 /// The one loop that owns the engine.
 pub(crate) struct Driver {
@@ -39,12 +36,15 @@ pub(crate) struct Driver {
     /// The arrival of an input that was not taken in yet.
     arrived: Option<Instant>,
     questions: mpsc::Receiver<Question>,
-    listener: Listener,
+    /// The questions that the next round answers first.
+    asked: Vec<Question>,
+    listener: Arc<Listener>,
     schedule: Schedule,
 }
 
 /// The work of a round, besides the engine's own.
 struct Round {
+    questions: Vec<Question>,
     inputs: Option<(Inputs, Instant)>,
     events: Vec<Invalidation>,
     permits: Permits,
@@ -54,7 +54,6 @@ struct Outcome {
     engine: Box<Engine>,
     /// The time that the questions of plans took; `None` if they were not asked.
     rechecked: Option<Duration>,
-    stream: Option<std::result::Result<Box<dyn Changes>, KernelError>>,
 }
 
 impl Round {
@@ -63,12 +62,15 @@ impl Round {
         self,
         mut engine: Box<Engine>,
         gated: &GatedKernel,
+        listener: &Listener,
         names: Option<&dyn ProcessNames>,
     ) -> Outcome {
         let kernel = &*gated.kernel;
+        // Before the state changes. So a status that is read after an answer is as new as that.
+        answer(self.questions, &engine, kernel);
         // Listen first, then read: changes in between become events.
-        let stream = self.permits.listen.then(|| kernel.changes());
         if self.permits.listen {
+            listener.open(kernel.changes());
             engine.invalidate(&Invalidation::Everything, names);
         }
         self.events.iter().for_each(|event| engine.invalidate(event, names));
@@ -87,7 +89,20 @@ impl Round {
         }
         // A closed gate means that the driver was dropped.
         let _ = engine.settle(gated, self.permits.read);
-        Outcome { engine, rechecked, stream }
+        listener.end_round();
+        Outcome { engine, rechecked }
+    }
+}
+
+/// Answers questions. Blocks.
+fn answer(questions: Vec<Question>, engine: &Engine, kernel: &dyn Kernel) {
+    for question in questions {
+        match question {
+            Question::Explain(address, reply) => reply.send(engine.explain(address, kernel)),
+            Question::Waiting(reply) => reply.send(engine.waiting()),
+            // Dropped, so that nobody waits for the answer.
+            _ => {}
+        }
     }
 }
 
@@ -122,7 +137,8 @@ impl Driver {
             handshakes,
             arrived: Some(now),
             questions,
-            listener: Listener::default(),
+            asked: Vec::new(),
+            listener: Arc::default(),
             schedule: Schedule::new(now, resync),
         }
     }
@@ -137,42 +153,59 @@ impl Driver {
         }
     }
 
-    /// Does one round, and takes in the kernel's events meanwhile, so that they do not pile up.
+    /// Does one round.
     async fn work(&mut self) {
-        // Only this function takes the engine, and it puts it back before it returns.
+        // Only this function and `answer` take the engine, and they put it back before they return.
         let Some(engine) = self.engine.take() else { return };
         let started = Instant::now();
         let round = self.round(started, &engine);
         let repairs = !round.events.is_empty();
-        let (kernel, names) = (Arc::clone(&self.kernel), self.names.clone());
-        let work = move || round.work(engine, &kernel, names.as_deref());
-        let mut job = pin!(blocking(work));
-        let Outcome { mut engine, rechecked, stream } = loop {
-            tokio::select! {
-                done = &mut job => break done,
-                () = tokio::time::sleep(LISTEN) => self.listener.catch_up().await,
-                // The latency of a view includes its wait for the end of this round.
-                Ok(()) = self.views.changed(), if self.arrived.is_none() => {
-                    self.arrived = Some(Instant::now());
-                }
-            }
-        };
-        if let Some(stream) = stream {
-            self.listener.set(stream);
-        }
+        let kernel = Arc::clone(&self.kernel);
+        let listener = Arc::clone(&self.listener);
+        let names = self.names.clone();
+        let work = move || round.work(engine, &kernel, &listener, names.as_deref());
+        let Outcome { mut engine, rechecked } = self.on_a_thread(work).await;
         let newly_failing = std::mem::take(&mut engine.table.newly_failing);
         let done = Done { started, repairs, rechecked, newly_failing };
         self.schedule.note(Instant::now(), &done, &engine, &self.listener);
         self.publish(&engine);
         self.engine = Some(engine);
-        self.listener.catch_up().await;
+    }
+
+    /// Answers the questions, although no round is due.
+    async fn answer(&mut self) {
+        let Some(engine) = self.engine.take() else { return };
+        let questions = std::mem::take(&mut self.asked);
+        let kernel = Arc::clone(&self.kernel);
+        let work = move || {
+            answer(questions, &engine, &*kernel.kernel);
+            engine
+        };
+        self.engine = Some(self.on_a_thread(work).await);
+    }
+
+    /// Does work on a thread that may block, and notes the arrival of inputs meanwhile.
+    async fn on_a_thread<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> T {
+        let mut job = pin!(blocking(work));
+        loop {
+            tokio::select! {
+                done = &mut job => return done,
+                // The latency of a view includes its wait for the end of this round.
+                Ok(()) = self.views.changed(), if self.arrived.is_none() => {
+                    self.arrived = Some(Instant::now());
+                }
+            }
+        }
     }
 
     /// The work that is due now.
     fn round(&mut self, now: Instant, engine: &Engine) -> Round {
         let permits = self.schedule.permits(now, engine, &self.listener);
         if permits.resync {
-            self.listener.pending.push(Invalidation::Everything);
+            self.listener.invalidate_everything();
         }
         // The last view counts, even if there will be no more.
         let inputs = self.arrived.take().map(|arrived| {
@@ -181,14 +214,15 @@ impl Driver {
             let handshakes = self.handshakes.borrow_and_update().clone();
             (Inputs { view, mtus, handshakes }, arrived)
         });
-        Round { inputs, events: self.listener.pending.take(), permits }
+        let questions = std::mem::take(&mut self.asked);
+        Round { questions, inputs, events: self.listener.begin_round(), permits }
     }
 
     fn publish(&self, engine: &Engine) {
         let mut status = engine.status();
-        if let Some(error) = &self.listener.error {
+        if let Some(error) = self.listener.error() {
             status.in_sync = false;
-            status.kernel_error.get_or_insert_with(|| error.clone());
+            status.kernel_error.get_or_insert(error);
         }
         self.status.send_if_modified(|old| {
             let changed = **old != status;
@@ -201,17 +235,16 @@ impl Driver {
     async fn wait(&mut self) -> bool {
         if self.engine.as_ref().is_some_and(|engine| engine.is_unfinished()) {
             while let Ok(question) = self.questions.try_recv() {
-                self.answer(question);
+                self.asked.push(question);
             }
             return true;
         }
         while self.arrived.is_none() {
             let now = Instant::now();
             let Some(engine) = &self.engine else { return true };
-            let deadline = self.schedule.deadline(now, engine, !self.listener.pending.is_empty());
+            let deadline = self.schedule.deadline(now, engine, self.listener.has_events());
+            // The runtime's clock counts whole milliseconds, too long for a repair to wait.
             if deadline <= now {
-                // The runtime's clock counts whole milliseconds, too long for a repair to wait.
-                self.listener.catch_up().await;
                 break;
             }
             tokio::select! {
@@ -222,23 +255,14 @@ impl Driver {
                 // Without a sender there are no more.
                 Ok(()) = self.mtus.changed() => self.arrived = Some(Instant::now()),
                 Ok(()) = self.handshakes.changed() => self.arrived = Some(Instant::now()),
-                Some(question) = self.questions.recv() => self.answer(question),
-                () = self.listener.hear() => {}
+                Some(question) = self.questions.recv() => {
+                    self.asked.push(question);
+                    self.answer().await;
+                }
+                () = self.listener.heard() => {}
                 () = sleep_until(deadline) => break,
             }
         }
         true
-    }
-
-    fn answer(&self, question: Question) {
-        let Some(engine) = &self.engine else { return };
-        match question {
-            Question::Explain(address, reply) => {
-                reply.send(engine.explain(address, &*self.kernel.kernel));
-            }
-            Question::Waiting(reply) => reply.send(engine.waiting()),
-            // Dropped, so that nobody waits for the answer.
-            _ => {}
-        }
     }
 }

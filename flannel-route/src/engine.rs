@@ -18,14 +18,14 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use self::desired::{Desired, by_nexthop};
+use self::desired::Desired;
 use self::queue::{Queue, SLICE};
 pub(crate) use self::survey::{Reads, Survey};
 use self::table::{Actual, Cause, Row, Table};
 pub(crate) use self::write::BATCH;
 use crate::admission::{Admission, Answers, Changed, Delta, Handshakes, PathMtus, StaleLookups};
 use crate::apply_stats::ApplyStats;
-use crate::nexthops::nexthop;
+use crate::nexthops::{Translated, translate, uses_nexthop};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::object::{Key, Object, State};
@@ -149,20 +149,23 @@ impl Engine {
 
     fn take_deltas(&mut self, deltas: Vec<Delta>, arrived: Option<Instant>) {
         for Delta { key, before, after } in deltas {
-            let old = self.desired.ids.as_ref().and_then(|ids| ids.of(&key));
-            let gains = after.as_ref().is_some_and(|object| nexthop(object, 0).is_some());
+            let old = self.desired.id_of(&key);
             let new = match (&mut self.desired.ids, key) {
-                (Some(ids), Key::Route(dst)) if gains => ids.assign(dst),
+                (Some(ids), Key::Route(dst)) if after.as_ref().is_some_and(uses_nexthop) => {
+                    ids.assign(dst)
+                }
                 _ => old,
             };
-            let part = |object: &Option<Object>, id: Option<u32>| {
-                nexthop(object.as_ref()?, id?).map(Object::from)
-            };
+            let before = before.map(|object| translate(&object, old));
+            let after = after.map(|object| translate(&object, new));
             if let Some(id) = new {
-                self.replace(Key::Nexthop(id), part(&before, old), part(&after, new), arrived);
+                let part = |translated: &Option<Translated>| {
+                    translated.as_ref()?.nexthop.map(Object::from)
+                };
+                self.replace(Key::Nexthop(id), part(&before), part(&after), arrived);
             }
-            let before = before.map(|object| by_nexthop(&object, old));
-            let after = after.map(|object| by_nexthop(&object, new));
+            let before = before.map(|translated| translated.object);
+            let after = after.map(|translated| translated.object);
             self.replace(key, before, after, arrived);
         }
     }
@@ -185,6 +188,11 @@ impl Engine {
         match (before, after) {
             (before, after) if before == after => {}
             (_, Some(_)) => self.table.insert(key, Row::new(Actual::Unknown, cause)),
+            // It was not put, so the object in the kernel is not ours.
+            (Some(before), None) if !self.owns(&before) => {
+                self.table.remove(&key);
+                self.table.failing.remove(&key);
+            }
             (Some(before), None) => {
                 // The kernel may hold the refused object in another form, which `before` is not.
                 if self.table.remove(&key).is_some_and(|row| row.is_refused()) {
@@ -207,10 +215,12 @@ mod tests {
     use flannel_core::Subnet;
     use flannel_core::backend::Env;
     use flannel_core::kernel::{
-        Annex, ChangedBy, Changes, Invalidation, KernelError, KernelEvent, ROUTE_PROTOCOL,
+        Annex, ChangedBy, Changes, Invalidation, KernelError, KernelEvent, Outcome, ROUTE_PROTOCOL,
     };
     use flannel_core::lease::{LeaseAttrs, Offer, Revision};
-    use flannel_core::object::{Change, LinkName, Record, Route, Via};
+    use flannel_core::object::{
+        Addr, Change, Ipip, Link, LinkKind, LinkName, Neigh, Nexthop, Record, Route, Via,
+    };
     use flannel_core::status::{Damage, ObjectState, Wait};
     use flannel_core::testing::{FakeKernel, Operation};
     use std::collections::BTreeMap;
@@ -241,6 +251,11 @@ mod tests {
     }
 
     impl Notes {
+        fn put(&self, record: &Record) {
+            let changes = [Change::Put(record.clone().into())];
+            assert_eq!(self.apply(&changes), [Outcome::Done]);
+        }
+
         fn take_puts(&self) -> Vec<Key> {
             std::mem::take(&mut self.0.lock().unwrap().puts)
         }
@@ -255,7 +270,7 @@ mod tests {
             Ok(self.0.lock().unwrap().records.values().cloned().collect())
         }
 
-        fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        fn apply(&self, changes: &[Change]) -> Vec<Outcome> {
             let mut noted = self.0.lock().unwrap();
             let mut apply = |change: &Change| {
                 let key = change.object().key();
@@ -266,7 +281,7 @@ mod tests {
                     }
                     _ => drop(noted.records.remove(&key)),
                 }
-                Ok(())
+                Outcome::Done
             };
             changes.iter().map(&mut apply).collect()
         }
@@ -504,7 +519,7 @@ mod tests {
     #[test]
     fn what_refuses_others_stays_without_complete_leases() {
         let (mut world, end) = world_with_end();
-        world.notes.apply(&[Change::Put(end.clone().into())]);
+        world.notes.put(&end);
         world.notes.take_puts();
         world.leases.insert(lease(2, [198, 51, 100, 2]));
         world.view_from(Origin::Cached { written: None });
@@ -522,7 +537,7 @@ mod tests {
         let other_address = record("10.0.0.9/32".parse().unwrap()).put_last();
         for stale in [other_data, other_address] {
             let (mut world, end) = world_with_end();
-            world.notes.apply(&[Change::Put(stale.clone().into())]);
+            world.notes.put(&stale);
             world.notes.take_puts();
             world.leases.insert(lease(2, [198, 51, 100, 2]));
             world.view_from(Origin::Cached { written: None });
@@ -535,6 +550,89 @@ mod tests {
             assert_eq!(world.notes.take_puts(), [Object::from(end).key()]);
             assert!(world.engine.status().in_sync, "{:?}", world.engine.status());
         }
+    }
+
+    /// A neighbour on the uplink, which is not a device of the network.
+    fn neighbour_on_uplink(subnet: Subnet) -> Neigh {
+        Neigh { link: uplink(), address: subnet.base(), mac: "02:00:00:00:00:07".parse().unwrap() }
+    }
+
+    #[test]
+    fn an_object_that_the_footprint_does_not_own_fails_and_is_not_put() {
+        let base = [
+            Addr { link: uplink(), address: [192, 0, 2, 1].into(), len: 32 }.into(),
+            by_gateway(200, [192, 0, 2, 7].into()).into(),
+            Route { dst: "10.9.0.0/24".parse().unwrap(), via: Via::Link(uplink()), mtu: None }
+                .into(),
+            Route { dst: dst(201), via: Via::Blackhole, mtu: None }.into(),
+            Nexthop { id: 7, link: uplink(), gateway: [192, 0, 2, 7].into(), onlink: false }.into(),
+            Object::from(Record::new("other", dst(1), "a record")),
+        ];
+        let refused =
+            ["address 192.0.2.1/32", "route 10.9.", "route blackhole", "nexthop id 7", "record"];
+        for peers in [3, SLICE as u8 + 9] {
+            let network = "10.1.0.0/16".parse().unwrap();
+            let more = |subnet| Some(neighbour_on_uplink(subnet).into());
+            let mut world = World::with(network, base.iter().cloned().collect(), more);
+            (2..2 + peers).for_each(|n| world.leases.insert(lease(n, [198, 51, 100, n])));
+            world.view();
+            world.settle();
+            let status = world.engine.status();
+            assert!(!status.in_sync && status.settled, "{status:#?}");
+            assert_eq!(status.failing.len(), refused.len() + usize::from(peers));
+            for (key, failure) in status.failing.iter() {
+                let object = failure.change.strip_prefix("put ").unwrap();
+                let text = format!("the network's footprint does not own {object}");
+                assert_eq!(failure.error.to_string(), text, "{key:?}");
+                let is_expected = refused.iter().any(|refused| object.starts_with(refused));
+                assert!(is_expected || object.starts_with("neigh "), "{object}");
+            }
+            let there = world.kernel.state();
+            assert!(there.get(&Key::Route(dst(200))).is_some(), "it is inside the pod network");
+            assert!(there.iter().all(|object| status.failing.get(&object.key()).is_none()));
+        }
+    }
+
+    /// It was not put, so the one in the kernel is another program's.
+    #[test]
+    fn an_object_that_the_footprint_does_not_own_is_not_deleted() {
+        let network = "10.1.0.0/16".parse().unwrap();
+        let more = |subnet| Some(neighbour_on_uplink(subnet).into());
+        for is_tried in [true, false] {
+            let mut world = World::with(network, State::default(), more);
+            let theirs = Object::from(neighbour_on_uplink(dst(3)));
+            world.kernel.foreign_put(theirs.clone(), ROUTE_PROTOCOL);
+            world.put(3, [198, 51, 100, 3]);
+            if is_tried {
+                world.settle();
+            }
+            world.leases = LeaseSet::default();
+            world.view();
+            world.settle();
+            assert_eq!(world.kernel.state().get(&theirs.key()), Some(&theirs));
+            let status = world.engine.status();
+            assert!(status.in_sync && status.failing.is_empty(), "{status:#?}");
+        }
+    }
+
+    #[test]
+    fn a_link_that_the_footprint_does_not_own_fails_once() {
+        let network = "10.1.0.0/16".parse().unwrap();
+        let device = |name: &str| {
+            let kind = LinkKind::Ipip(Ipip { local: [192, 0, 2, 1].into() });
+            Object::from(Link { name: name.parse().unwrap(), mtu: 1480, up: true, kind })
+        };
+        let base = ["flannel.1", "flannel.2"].into_iter().map(device).collect();
+        let mut world = World::with(network, base, |_| None);
+        world.put(3, [198, 51, 100, 3]);
+        world.settle();
+        let status = world.engine.status();
+        let failing: Vec<String> =
+            status.failing.iter().map(|(_, failure)| failure.error.to_string()).collect();
+        let [text] = &failing[..] else { panic!("{failing:?}") };
+        assert!(text.starts_with("the network's footprint does not own link flannel.2"), "{text}");
+        assert!(world.kernel.state().get(&Key::Link("flannel.1".parse().unwrap())).is_some());
+        assert!(world.route(3).is_some());
     }
 
     #[test]
@@ -830,7 +928,7 @@ mod tests {
         world.settle_as_far_as(true);
         let status = world.engine.status();
         assert!(!status.in_sync && !status.settled, "{status:#?}");
-        assert_eq!(status.kernel_error.map(|error| error.errno), Some(105));
+        assert_eq!(status.kernel_error.and_then(|error| error.errno()), Some(105));
     }
 
     /// The route of the peer 3 is damaged, the peer 4 leaves, the peer 7 comes, and the kernel may

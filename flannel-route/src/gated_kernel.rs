@@ -4,12 +4,11 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use flannel_core::Kernel;
-use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::kernel::{Footprint, Outcome};
 use flannel_core::object::Change;
 use flannel_core::runtime::lock;
 
-/// The result of each change of a batch.
-pub(crate) type Results = Vec<Result<(), KernelError>>;
+use crate::outcomes;
 
 /// The gate was closed: nothing was written, and nothing will be.
 #[derive(Debug)]
@@ -29,11 +28,17 @@ impl GatedKernel {
         Self { kernel, closed: AtomicBool::new(false), applying: Mutex::new(()) }
     }
 
-    /// Applies a batch of changes.
-    pub(crate) fn apply(&self, footprint: &Footprint, batch: &[Change]) -> Result<Results, Closed> {
+    /// Applies a batch of changes. Returns exactly one outcome for each.
+    pub(crate) fn apply(
+        &self,
+        footprint: &Footprint,
+        batch: &[Change],
+    ) -> Result<Vec<Outcome>, Closed> {
         let _applying = lock(&self.applying);
-        let closed = self.closed.load(Relaxed);
-        if closed { Err(Closed) } else { Ok(self.kernel.apply(footprint, batch)) }
+        if self.closed.load(Relaxed) {
+            return Err(Closed);
+        }
+        Ok(outcomes::apply(&*self.kernel, footprint, batch))
     }
 
     /// Closes the gate. Waits for the batch that is being applied.

@@ -13,6 +13,7 @@ mod kernel_network;
 mod listener;
 pub mod moving;
 mod nexthops;
+mod outcomes;
 mod pending_events;
 mod rate_limiter;
 mod schedule;

@@ -72,7 +72,7 @@ pub use self::step::{Blockers, Seen, Step, Tunnels, Wait};
 /// A backend that this node runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Member {
+pub struct BackendUse {
     /// The type of its offers ([`Offer::kind`](flannel_core::lease::Offer::kind)). If they have
     /// none, the name of the backend: such a backend cannot move.
     pub lease_type: String,
@@ -88,11 +88,11 @@ pub struct Member {
 /// The offered ones come first, in the order of the offers in the lease. No two of them have the
 /// same lease type.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct NodeBackends(Vec<Member>);
+pub struct NodeBackends(Vec<BackendUse>);
 
 impl NodeBackends {
     /// All of them.
-    pub fn iter(&self) -> impl Iterator<Item = &Member> {
+    pub fn iter(&self) -> impl Iterator<Item = &BackendUse> {
         self.0.iter()
     }
 
@@ -101,92 +101,93 @@ impl NodeBackends {
         self.0.len() > 1
     }
 
-    /// Takes in the backend of the network config. A member of the same type gets the new options
-    /// at once: peers learn them from its new offer. A new member is not offered yet, unless no
+    /// Takes in the backend of the network config. A backend of the same type gets the new options
+    /// at once: peers learn them from its new offer. A new backend is not offered yet, unless no
     /// other is.
     pub fn aim_at(&mut self, lease_type: &str, backend: &BackendConfig) {
         let backend = backend.clone();
-        let offered = !self.0.iter().any(|member| member.offered);
-        match self.0.iter_mut().find(|member| member.lease_type == lease_type) {
-            Some(member) => {
-                member.backend = backend;
-                member.offered |= offered;
+        let offered = !self.0.iter().any(|usage| usage.offered);
+        match self.0.iter_mut().find(|usage| usage.lease_type == lease_type) {
+            Some(usage) => {
+                usage.backend = backend;
+                usage.offered |= offered;
             }
             None => {
                 let lease_type = lease_type.to_owned();
-                self.0.push(Member { lease_type, backend, offered });
+                self.0.push(BackendUse { lease_type, backend, offered });
             }
         }
         self.sort();
     }
 
-    /// Adds `others` as members that are not offered, except those of a type that is there already.
-    pub fn add<'a>(&mut self, others: impl IntoIterator<Item = &'a Member>) {
-        for member in others {
-            if !self.0.iter().any(|known| known.lease_type == member.lease_type) {
-                self.0.push(Member { offered: false, ..member.clone() });
+    /// Adds `others` as backends that are not offered, except those of a type that is there already.
+    pub fn add<'a>(&mut self, others: impl IntoIterator<Item = &'a BackendUse>) {
+        for usage in others {
+            if !self.0.iter().any(|known| known.lease_type == usage.lease_type) {
+                self.0.push(BackendUse { offered: false, ..usage.clone() });
             }
         }
     }
 
-    /// Leaves out the members that cannot be built now, except the `target`. The rest is what the
-    /// node runs: if no other member is offered, the target is. The second part has the members
+    /// Leaves out the backends that cannot be built now, except the `target`. The rest is what the
+    /// node runs: if no other backend is offered, the target is. The second part has the backends
     /// that were left out, as ones that are not offered. The record keeps them ([`Self::add`]),
     /// because they may be built later, or have devices to remove.
     pub fn without(
         &self,
         target: &str,
-        is_broken: impl Fn(&Member) -> bool,
-    ) -> (Self, Vec<Member>) {
-        let is_out = |member: &Member| member.lease_type != target && is_broken(member);
+        is_broken: impl Fn(&BackendUse) -> bool,
+    ) -> (Self, Vec<BackendUse>) {
+        let is_out = |usage: &BackendUse| usage.lease_type != target && is_broken(usage);
         let (mut runs, mut aside) = (Self::default(), Vec::new());
-        for member in self.iter() {
-            if is_out(member) {
-                aside.push(Member { offered: false, ..member.clone() });
+        for usage in self.iter() {
+            if is_out(usage) {
+                aside.push(BackendUse { offered: false, ..usage.clone() });
             } else {
-                runs.0.push(member.clone());
+                runs.0.push(usage.clone());
             }
         }
         if runs.offered().next().is_none() {
-            runs.0.iter_mut().for_each(|member| member.offered = member.lease_type == target);
+            runs.0.iter_mut().for_each(|usage| usage.offered = usage.lease_type == target);
             runs.sort();
         }
         (runs, aside)
     }
 
     /// The lease of a node that is reached by a backend of this `lease_type`, and by no offered
-    /// member of another type.
+    /// backend of another type.
     pub fn user_of<'a>(
         &self,
         lease_type: &str,
-        (own, view): (Subnets, &'a View),
+        own: Subnets,
+        view: &'a View,
     ) -> Option<&'a Arc<Lease>> {
-        let others = || self.offered().filter(|member| member.lease_type != lease_type);
+        let others = || self.offered().filter(|usage| usage.lease_type != lease_type);
         let is_other = |lease: &Lease| others().any(|it| step::offers(lease, &it.lease_type));
         let mut leases = view.leases.iter().filter(|lease| lease.subnets != own);
         leases.find(|lease| step::offers(lease, lease_type) && !is_other(lease))
     }
 
-    /// Keeps the members that are `kept`.
-    pub fn retain(&mut self, kept: impl FnMut(&Member) -> bool) {
+    /// Keeps the backends that are `kept`.
+    pub fn retain(&mut self, kept: impl FnMut(&BackendUse) -> bool) {
         self.0.retain(kept);
     }
 
-    /// The members whose offers the lease has, the preferred one first.
-    pub fn offered(&self) -> impl Iterator<Item = &Member> {
-        self.0.iter().filter(|member| member.offered)
+    /// The backends whose offers the lease has, the preferred one first.
+    pub fn offered(&self) -> impl Iterator<Item = &BackendUse> {
+        self.0.iter().filter(|usage| usage.offered)
     }
 
-    /// All members, in the order in which this node uses them to reach a peer that offers several:
+    /// All backends, in the order in which this node uses them to reach a peer that offers several:
     /// `target` first if this node offers it too, then the offered ones.
-    pub fn by_use(&self, target: &str) -> impl Iterator<Item = &Member> {
-        let is_target = move |member: &&Member| member.offered && member.lease_type == target;
-        let others = self.0.iter().filter(move |member| !is_target(member));
+    pub fn by_use(&self, target: &str) -> impl Iterator<Item = &BackendUse> {
+        let is_target = move |usage: &&BackendUse| usage.offered && usage.lease_type == target;
+        let others = self.0.iter().filter(move |usage| !is_target(usage));
         self.0.iter().filter(is_target).chain(others)
     }
 
     /// Restores the order. It is stable.
     fn sort(&mut self) {
-        self.0.sort_by_key(|member| !member.offered);
+        self.0.sort_by_key(|usage| !usage.offered);
     }
 }

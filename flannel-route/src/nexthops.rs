@@ -61,11 +61,12 @@ impl Ids {
         Some(id)
     }
 
-    /// The same for an object. `None`: it is not a route that uses a nexthop object.
+    /// Gives an id to a route. `None` also if the object is not a route that uses a nexthop object.
     pub(crate) fn assign_to(&mut self, object: &Object) -> Option<u32> {
-        nexthop(object, 0)?;
-        let Object::Route(route) = object else { return None };
-        self.assign(route.dst)
+        match object {
+            Object::Route(route) if uses_nexthop(object) => self.assign(route.dst),
+            _ => None,
+        }
     }
 
     /// The id that the route with this key has.
@@ -110,8 +111,34 @@ impl Ids {
     }
 }
 
+/// An object of a plan in the form in which the kernel should have it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Translated {
+    /// The nexthop object that the route needs.
+    pub(crate) nexthop: Option<Nexthop>,
+    pub(crate) object: Object,
+}
+
+/// Translates an object that a plan defines. With an id, a route with a gateway becomes a nexthop
+/// object with this id, and a route by that. All other objects stay as they are.
+pub(crate) fn translate(object: &Object, id: Option<u32>) -> Translated {
+    let nexthop = id.and_then(|id| nexthop(object, id));
+    let object = match (object, nexthop) {
+        (Object::Route(route), Some(Nexthop { id, .. })) => {
+            Route { via: Via::Nexthop(id), ..*route }.into()
+        }
+        _ => object.clone(),
+    };
+    Translated { nexthop, object }
+}
+
+/// Whether an object is a route that uses a nexthop object.
+pub(crate) fn uses_nexthop(object: &Object) -> bool {
+    nexthop(object, 0).is_some()
+}
+
 /// The nexthop object with a route's gateway; `None` if the route does not use a nexthop object.
-pub(crate) fn nexthop(object: &Object, id: u32) -> Option<Nexthop> {
+fn nexthop(object: &Object, id: u32) -> Option<Nexthop> {
     match object {
         Object::Route(Route { dst, via: Via::Gateway { gateway, link, onlink }, .. })
             if dst.family() == Family::V4 =>
@@ -224,5 +251,11 @@ mod tests {
         assert_eq!(nexthop(&route("fd00::/64", "fd00::9".parse().unwrap()), 7), None);
         let direct = Route { dst: subnet("10.1.3.0/24"), via: Via::Link(link), mtu: None };
         assert_eq!(nexthop(&direct.into(), 7), None);
+        let translated = translate(&route("10.1.3.0/24", gateway), Some(7));
+        let by_nexthop = Route { dst: subnet("10.1.3.0/24"), via: Via::Nexthop(7), mtu: None };
+        assert_eq!(translated, Translated { nexthop: Some(expected), object: by_nexthop.into() });
+        for (object, id) in [(direct.into(), Some(7)), (route("10.1.3.0/24", gateway), None)] {
+            assert_eq!(translate(&object, id), Translated { nexthop: None, object });
+        }
     }
 }

@@ -103,7 +103,7 @@ impl Schedule {
         }
         let due = resync || self.retry_next.is_some_and(|next| now >= next);
         // A stream that broke is opened again at the rate of all failures.
-        let listen = !listener.is_open() && (due || listener.error.is_none());
+        let listen = !listener.is_open() && (due || listener.error().is_none());
         let refused = engine.is_failing() && engine.survey.error.is_none();
         let retry = due && !resync && !listen && refused && !self.retry_by_reading;
         if due {

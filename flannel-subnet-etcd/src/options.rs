@@ -1,10 +1,11 @@
 //! The options of the connection to etcd.
 
 use std::fmt;
-use std::path::PathBuf;
 use std::time::Duration;
 
-/// How to reach etcd. `Debug` does not show the password.
+use flannel_core::Credential;
+
+/// How to reach etcd. `Debug` does not show the password, and no credential that is given as a value.
 ///
 /// ```
 /// use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
@@ -18,16 +19,17 @@ use std::time::Duration;
 #[derive(Clone, PartialEq, Eq)]
 pub struct EtcdOptions {
     /// URLs such as `http://192.0.2.1:2379` or `https://etcd.example:2379`; at least one. Without a
-    /// scheme it is `https://` if a TLS file is set, else `http://`. Empty texts are ignored.
+    /// scheme it is `https://` if a credential is set, else `http://`. Empty texts are ignored.
     pub endpoints: Vec<String>,
     /// The prefix of all keys, without `/config` and `/subnets`: `/coreos.com/network` by default.
     pub prefix: String,
-    /// The PEM certificates of the CAs for `https://` endpoints; `None`: the system's CAs.
-    pub cafile: Option<PathBuf>,
-    /// This node's PEM certificate for `https://` endpoints that require one; `None`: it has none.
-    pub certfile: Option<PathBuf>,
-    /// The PEM key of `certfile`. Both are set, or neither.
-    pub keyfile: Option<PathBuf>,
+    /// The CAs for `https://` endpoints, as PEM certificates. If it is `None`, the system's CAs are
+    /// trusted.
+    pub ca: Option<Credential>,
+    /// This node's PEM certificate, for `https://` endpoints that require one.
+    pub certificate: Option<Credential>,
+    /// The PEM key of `certificate`. Both are set, or neither.
+    pub key: Option<Credential>,
     /// An etcd user, with `password`; `None`: no user. Both are ignored if etcd has no
     /// authentication enabled.
     pub username: Option<String>,
@@ -47,9 +49,9 @@ impl Default for EtcdOptions {
         Self {
             endpoints: vec!["http://127.0.0.1:4001".into(), "http://127.0.0.1:2379".into()],
             prefix: "/coreos.com/network".into(),
-            cafile: None,
-            certfile: None,
-            keyfile: None,
+            ca: None,
+            certificate: None,
+            key: None,
             username: None,
             password: None,
             request_timeout: Duration::from_secs(5),
@@ -63,9 +65,9 @@ impl fmt::Debug for EtcdOptions {
         f.debug_struct("EtcdOptions")
             .field("endpoints", &self.endpoints)
             .field("prefix", &self.prefix)
-            .field("cafile", &self.cafile)
-            .field("certfile", &self.certfile)
-            .field("keyfile", &self.keyfile)
+            .field("ca", &self.ca)
+            .field("certificate", &self.certificate)
+            .field("key", &self.key)
             .field("username", &self.username)
             .field("password", &self.password.as_ref().map(|_| "(not shown)"))
             .field("request_timeout", &self.request_timeout)
@@ -84,11 +86,11 @@ pub enum EtcdOptionsError {
     /// One of two options that belong together is missing.
     #[error("{has}: {value}is given without {lacks}; expected both or neither")]
     Half {
-        /// The field that is set.
+        /// The option that is set, as Go flannel calls it.
         has: &'static str,
-        /// Its value and a space; empty for a password.
+        /// Its file or name and a space. Empty for a password and for a credential as a value.
         value: String,
-        /// The field that is missing.
+        /// The option that is missing.
         lacks: &'static str,
     },
 }
@@ -104,7 +106,7 @@ impl EtcdOptions {
 
     /// The checked options, with complete endpoints.
     pub(crate) fn checked(mut self) -> Result<Self, EtcdOptionsError> {
-        let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
+        let tls = self.has_credentials();
         let endpoints = self.endpoints.iter().map(|endpoint| endpoint.trim());
         let endpoints = endpoints.filter(|endpoint| !endpoint.is_empty());
         let full = endpoints.map(|endpoint| url(endpoint, tls)).collect::<Result<_, _>>();
@@ -113,10 +115,12 @@ impl EtcdOptions {
             let none = "there is no endpoint; expected at least one, such as http://127.0.0.1:2379";
             return Err(EtcdOptionsError::Endpoints(none.to_owned()));
         }
-        let file =
-            |path: &Option<PathBuf>| path.as_ref().map(|path| format!("{} ", path.display()));
+        let file = |credential: &Option<Credential>| {
+            let shown = |path: &std::path::Path| format!("{} ", path.display());
+            credential.as_ref().map(|it| it.file().map(shown).unwrap_or_default())
+        };
         let pairs = [
-            ("certfile", file(&self.certfile), "keyfile", file(&self.keyfile)),
+            ("certfile", file(&self.certificate), "keyfile", file(&self.key)),
             (
                 "username",
                 self.username.as_ref().map(|name| format!("{name:?} ")),
@@ -135,9 +139,13 @@ impl EtcdOptions {
         Ok(self)
     }
 
-    /// Warns about endpoints without TLS if TLS files are set.
+    fn has_credentials(&self) -> bool {
+        [&self.ca, &self.certificate, &self.key].into_iter().any(Option::is_some)
+    }
+
+    /// Warns about endpoints without TLS if credentials for TLS are set.
     pub(crate) fn warn_of_plain(&self) {
-        let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
+        let tls = self.has_credentials();
         let plain = self.endpoints.iter().filter(|endpoint| endpoint.starts_with("http://"));
         for endpoint in plain.filter(|_| tls) {
             tracing::warn!(
@@ -193,9 +201,14 @@ fn url(endpoint: &str, tls: bool) -> Result<String, String> {
 mod tests {
     use super::*;
 
+    fn file(path: &str) -> Credential {
+        Credential::File(path.into())
+    }
+
     #[test]
-    fn the_password_is_not_shown() {
+    fn secrets_are_not_shown() {
         let options = EtcdOptions {
+            key: Some(Credential::value(*b"hunter2")),
             username: Some("root".into()),
             password: Some("hunter2".into()),
             ..EtcdOptions::default()
@@ -212,12 +225,16 @@ mod tests {
             (EtcdOptions { endpoints: vec![], ..defaults() }, "at least one"),
             (EtcdOptions { endpoints: vec![" ".into()], ..defaults() }, "at least one"),
             (
-                EtcdOptions { certfile: Some("/x".into()), ..defaults() },
+                EtcdOptions { certificate: Some(file("/x")), ..defaults() },
                 "certfile: /x is given without keyfile",
             ),
             (
-                EtcdOptions { keyfile: Some("/x".into()), ..defaults() },
+                EtcdOptions { key: Some(file("/x")), ..defaults() },
                 "keyfile: /x is given without certfile",
+            ),
+            (
+                EtcdOptions { key: Some(Credential::value(*b"secret")), ..defaults() },
+                "keyfile: is given without certfile",
             ),
             (
                 EtcdOptions { username: Some("x".into()), ..defaults() },
@@ -240,8 +257,8 @@ mod tests {
         let endpoints: Vec<String> = ["http://a:2379", "https://b:2379"].map(Into::into).into();
         EtcdOptions { endpoints: endpoints.clone(), ..EtcdOptions::default() }.warn_of_plain();
         assert_eq!(logged.count("does not use TLS"), 0);
-        let cafile = Some("/ca".into());
-        EtcdOptions { endpoints, cafile, ..EtcdOptions::default() }.warn_of_plain();
+        let ca = Some(file("/ca"));
+        EtcdOptions { endpoints, ca, ..EtcdOptions::default() }.warn_of_plain();
         assert_eq!(logged.count("does not use TLS"), 1);
         assert_eq!(logged.count("http://a:2379"), 1);
     }

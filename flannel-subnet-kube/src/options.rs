@@ -2,16 +2,26 @@
 
 use std::path::PathBuf;
 
+use flannel_core::Credential;
+
 use crate::node::prefix::Prefix;
 
-/// The options of a [`KubeManager`](crate::KubeManager).
+/// The options of a [`KubeManager`](crate::KubeManager). `Debug` does not show a credential that is
+/// given as a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubeOptions {
-    /// The URL of the API server; `None`: the URL of the kubeconfig or of the service account.
+    /// The URL of the API server. If it is `None`, the URL of the kubeconfig or of the service account
+    /// is used.
     pub api_url: Option<String>,
-    /// The file with the credentials and certificates for the API server. `None`: with an
-    /// `api_url`, there are no credentials; without one, the service account of this pod is used.
+    /// The file with the credentials and certificates for the API server. Without it, the service
+    /// account of this pod is used if `api_url` is `None` too.
     pub kubeconfig: Option<PathBuf>,
+    /// The CAs of the API server, as PEM certificates, instead of those of the kubeconfig or the
+    /// service account. Without any, the system's CAs are trusted.
+    pub ca: Option<Credential>,
+    /// The bearer token, instead of the one of the kubeconfig or the service account. A file is read
+    /// for each request.
+    pub token: Option<Credential>,
     /// The prefix of the names of annotations.
     pub prefix: Prefix,
     /// The file with the network config. It is read again every 5 s.
@@ -28,6 +38,8 @@ impl KubeOptions {
         Self {
             api_url: None,
             kubeconfig: None,
+            ca: None,
+            token: None,
             prefix: Prefix::default(),
             net_config: "/etc/kube-flannel/net-conf.json".into(),
             identity,

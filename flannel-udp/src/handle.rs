@@ -117,10 +117,17 @@ impl DataPlane {
         running.map(|running| running.program.clone())
     }
 
-    /// The counts of the process; `None`: there is none, or it starts. A connection of its own does
-    /// not wait for other requests.
-    pub fn counts(&self) -> Option<Status> {
-        self.reach(TAKE_OVER_FOR_COUNTS, |client| client.ask(&Request::Counts)).ok()?.0
+    /// The counts of the process; `None` if there is no process, or it starts or ends. A connection of its
+    /// own does not wait for other requests.
+    ///
+    /// # Errors
+    /// The process cannot be asked, or gives no counts.
+    pub fn counts(&self) -> io::Result<Option<Status>> {
+        match self.reach(TAKE_OVER_FOR_COUNTS, |client| client.ask(&Request::Counts)) {
+            Ok((counts, _)) => Ok(counts),
+            Err(error) if is_gone(&error) || error.kind() == ErrorKind::TimedOut => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {

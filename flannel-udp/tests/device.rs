@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use flannel_core::Kernel;
-use flannel_core::kernel::Footprint;
+use flannel_core::kernel::{Footprint, Outcome};
 use flannel_core::object::{Change, Link, LinkKind, LinkName, Object, Tun};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns, ip};
@@ -24,21 +24,22 @@ fn a_tun_device_is_adopted_when_its_program_has_made_it() {
         let kernel = NetlinkKernel::open().unwrap();
         kernel.may_change(&[device(1472)]).unwrap();
         let put = |mtu| kernel.apply(&footprint(), &[Change::Put(device(mtu).into())]).remove(0);
-        assert!(put(1472).is_err_and(|error| error.is_started()));
+        assert_eq!(put(1472), Outcome::Started);
         ip("tuntap add dev flannel0 mode tun multi_queue vnet_hdr");
         let index = || ip("-j link show flannel0");
-        put(1472).unwrap();
+        assert_eq!(put(1472), Outcome::Done);
         let there = kernel.snapshot(&footprint()).unwrap();
         assert_eq!(there.iter().cloned().collect::<Vec<_>>(), [Object::from(device(1472))]);
-        put(1400).unwrap();
+        assert_eq!(put(1400), Outcome::Done);
         let shown: serde_json::Value = serde_json::from_str(&index()).unwrap();
         // Its queue is that for the program. Without it all packets would be dropped.
         assert_eq!((&shown[0]["mtu"], &shown[0]["txqlen"]), (&1400.into(), &500.into()));
-        kernel.apply(&footprint(), &[Change::Delete(device(1400).into())]).remove(0).unwrap();
+        let deletion = [Change::Delete(device(1400).into())];
+        assert_eq!(kernel.apply(&footprint(), &deletion), [Outcome::Done]);
         assert!(kernel.snapshot(&footprint()).unwrap().is_empty());
         // A device of another program, of another form.
         ip("tuntap add dev flannel0 mode tap");
-        assert!(put(1472).is_err_and(|error| error.is_started()));
+        assert_eq!(put(1472), Outcome::Started);
         assert!(kernel.snapshot(&footprint()).unwrap().is_empty(), "it was deleted");
     });
 }

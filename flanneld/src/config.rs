@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_backends::Backends;
+use flannel_core::SubnetManager;
 use flannel_netlink::iface::Selectors;
 use flannel_subnet::{DirLocation, Registry};
 #[cfg(feature = "etcd")]
@@ -15,8 +16,8 @@ use flannel_subnet_kube::KubeOptions;
 
 /// The configuration of a [`Daemon`](crate::Daemon).
 ///
-/// [`DaemonConfig::new`] has the defaults of the command line. Each field corresponds to options of
-/// `flanneld`, which are named in parentheses.
+/// Each field corresponds to options of `flanneld`, which are named in parentheses.
+/// [`DaemonConfig::new`] has their defaults, except that nothing listens: see [`ControlConfig`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DaemonConfig {
@@ -67,8 +68,13 @@ pub enum StoreConfig {
         /// The API server and this node.
         options: KubeOptions,
     },
-    /// A custom registry.
+    /// A registry, for example an `EtcdRegistry` that you have opened, or one of your own. The daemon
+    /// runs the lease engine on it.
     Registry(Arc<dyn Registry>),
+    /// A manager of leases, for example a `KubeManager` that you have opened, or one of your own. The
+    /// daemon uses its leases: [`DaemonConfig::renew_margin`] and the state of the last run have no
+    /// effect on it.
+    Manager(Arc<dyn SubnetManager>),
 }
 
 /// `--nexthop-objects`.
@@ -111,7 +117,8 @@ impl Default for FirewallConfig {
     }
 }
 
-/// The servers of a daemon.
+/// The servers of a daemon. By default nothing listens and nothing is probed. The program `flanneld`
+/// has a control socket, a port for path probes, and path probes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ControlConfig {
@@ -122,10 +129,11 @@ pub struct ControlConfig {
     pub socket: ControlSocket,
     /// The group of the control socket (`--control-group`).
     pub group: Option<u32>,
-    /// The port of path probes by doctors of other nodes; 0: none (`--doctor-port`).
+    /// The port of path probes by doctors of other nodes (`--doctor-port`), or 0 if there is none.
+    /// `flanneld` has 8473. A node probes its peers on its own port, so all nodes need the same one.
     pub doctor_port: u16,
-    /// The time in which each path to a peer is probed; zero: paths are not probed
-    /// (`--path-interval`).
+    /// The time in which each path to a peer is probed (`--path-interval`), or zero if paths are not
+    /// probed. `flanneld` has 300 s.
     pub path_interval: Duration,
 }
 
@@ -133,10 +141,10 @@ impl Default for ControlConfig {
     fn default() -> Self {
         Self {
             health: None,
-            socket: ControlSocket::default(),
+            socket: ControlSocket::Off,
             group: None,
-            doctor_port: 8473,
-            path_interval: Duration::from_secs(300),
+            doctor_port: 0,
+            path_interval: Duration::ZERO,
         }
     }
 }
@@ -144,18 +152,19 @@ impl Default for ControlConfig {
 /// The control socket.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ControlSocket {
-    /// `flanneld.sock` in the directory of the subnet file. If it cannot be made, the daemon runs
-    /// without a control socket.
-    #[default]
+    /// `flanneld.sock` in the directory of the subnet file, the default of the program `flanneld`.
+    /// If it cannot be made, the daemon runs without a control socket.
     BesideSubnetFile,
     /// This file. If it cannot be made, the daemon ends with an error.
     At(PathBuf),
     /// No control socket.
+    #[default]
     Off,
 }
 
 impl DaemonConfig {
-    /// The defaults of the command line, with this store.
+    /// A daemon on this store, with the backends of this build. It has the defaults of the command
+    /// line, but no servers and no probes of paths.
     pub fn new(store: StoreConfig) -> Self {
         Self {
             store,

@@ -1,6 +1,8 @@
 //! Serves health and metrics over TCP, and these and the control API over a Unix socket.
 
 mod answers;
+#[cfg(test)]
+mod stalled_kernel;
 
 use std::convert::Infallible;
 use std::fs;

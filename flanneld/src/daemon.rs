@@ -43,9 +43,32 @@ impl Daemon {
     ///
     /// # Cancel safety
     /// Dropping the future stops the daemon. The data path stays in place; the next run adopts it.
+    /// Commands of a backend that have begun go on, and no other one begins: see
+    /// [`Daemon::run_until`].
     pub async fn run(&self) -> Result<Infallible, Error> {
-        // The state of a network that runs, and of the next one, is too large for a small stack.
-        Box::pin(run::run(&self.config, &self.observer)).await
+        self.run_until(std::future::pending()).await
+    }
+
+    /// Runs the daemon until `stop` is ready, and returns its value after an end in order: the
+    /// network and the servers end, and then what a backend does when its node goes is done, such as
+    /// the `ShutdownCommand` of `extension`. That may take ten seconds. The data path stays in
+    /// place. This daemon, or another one with the same state directory, may run again afterwards.
+    ///
+    /// ```no_run
+    /// # async fn embed(daemon: flanneld::Daemon) -> Result<(), Box<dyn std::error::Error>> {
+    /// let end = daemon.run_until(tokio::signal::ctrl_c()).await?;
+    /// # Ok(end?)
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// See [`Daemon::run`]. After an error there is no end in order.
+    ///
+    /// # Cancel safety
+    /// See [`Daemon::run`]. An end in order that has begun continues on another thread, and keeps
+    /// the lock of the state directory until it is done.
+    pub async fn run_until<T>(&self, stop: impl Future<Output = T>) -> Result<T, Error> {
+        run::run(&self.config, &self.observer, stop).await
     }
 
     /// Waits until the node is ready: it holds its lease, the subnet file is written, and all

@@ -5,6 +5,7 @@
 
 mod running;
 mod snapshot;
+mod trials;
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -20,12 +21,13 @@ use flannel_core::subnet::Ownership;
 use flannel_core::{Config, Error as CoreError, Remedy, SubnetManager, Subnets};
 use flannel_doctor::paths::Paths;
 use flannel_firewall::LegacyMemory;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::watch;
 
 use crate::error::Error;
 use running::CountersRead;
 pub(crate) use running::{Rulebook, Running};
 pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
+use trials::Trials;
 
 /// Sets a log filter, or with `None` the filter of the start. Returns the reason if it cannot.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
@@ -52,16 +54,9 @@ struct Shared {
     started: SystemTime,
     set_log: Option<Box<SetLog>>,
     /// The configs that the network that runs is asked about.
-    trials: mpsc::Sender<Trial>,
-    asked: tokio::sync::Mutex<mpsc::Receiver<Trial>>,
+    trials: Trials,
     /// Cached, because a status may be requested every second.
     legacy: LegacyMemory,
-}
-
-/// A config, and the place for the answer: whether a network can be built from it here.
-struct Trial {
-    config: Config,
-    answer: oneshot::Sender<Result<(), String>>,
 }
 
 #[derive(Default)]
@@ -93,15 +88,13 @@ impl Observer {
     /// The source of a daemon that starts now. `set_log` sets its log filter. It is `None` if the
     /// log belongs to another program, in which the daemon is embedded.
     pub(crate) fn new(set_log: Option<Box<SetLog>>) -> Self {
-        let (trials, asked) = mpsc::channel(1);
         Self(Arc::new(Shared {
             known: Mutex::default(),
             phase: watch::channel(()).0,
             reloads: watch::channel(()).0,
             started: SystemTime::now(),
             set_log,
-            trials,
-            asked: tokio::sync::Mutex::new(asked),
+            trials: Trials::default(),
             legacy: LegacyMemory::new(LEGACY),
         }))
     }
@@ -266,10 +259,7 @@ impl Observer {
     /// obstacle as an error, or `None` if no network runs, so that nothing can be asked.
     pub(crate) async fn try_config(&self, config: Config) -> Option<Result<(), String>> {
         self.known().running.as_ref()?;
-        let (answer, answered) = oneshot::channel();
-        self.0.trials.send(Trial { config, answer }).await.ok()?;
-        // The network may end before it answers.
-        answered.await.ok()
+        self.0.trials.ask(config).await
     }
 
     /// Answers [`Self::try_config`] by `check`, until the future is dropped.
@@ -277,17 +267,7 @@ impl Observer {
         &self,
         check: impl AsyncFn(&Config) -> Result<(), Error>,
     ) -> Infallible {
-        let mut asked = self.0.asked.lock().await;
-        // The sender lives as long as the observer.
-        while let Some(Trial { config, answer }) = asked.recv().await {
-            // Clients that are gone need no answer.
-            if answer.is_closed() {
-                continue;
-            }
-            let result = check(&config).await.map_err(|error| error.to_string());
-            drop(answer.send(result));
-        }
-        std::future::pending().await
+        self.0.trials.answer(check).await
     }
 
     /// Reads the network config and changed certificates again, and resets the log filter. The task
@@ -543,7 +523,7 @@ pub(crate) mod tests {
         // A network that does not run accepts requests and answers none.
         let busy = host
             .join(
-                flannel_backends::all().find("host-gw").unwrap(),
+                &**flannel_backends::all().find("host-gw").unwrap(),
                 &running.config,
                 JoinOptions::default(),
             )

@@ -186,7 +186,7 @@ impl Options {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::NexthopObjects;
+    use crate::config::{ControlConfig, ControlSocket, NexthopObjects};
 
     fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
         let args = std::iter::once("flanneld").chain(args.iter().copied()).map(OsString::from);
@@ -231,6 +231,30 @@ mod tests {
         );
         let off = parse(&all, &[("FLANNELD_NEXTHOP_OBJECTS", "off")]).unwrap();
         assert_eq!(off.routes.nexthop_objects, NexthopObjects::Off);
+    }
+
+    #[test]
+    fn the_program_has_servers_and_probes_that_the_library_has_not() {
+        let options = parse(&["--registry=dir:/x"], &[]).unwrap();
+        let program = options.config(flannel_backends::all()).unwrap();
+        let library = DaemonConfig::new(program.store.clone());
+        assert_eq!(program.control.health, None);
+        assert_eq!(program.control.socket, ControlSocket::BesideSubnetFile);
+        assert_eq!(program.control.doctor_port, 8473);
+        assert_eq!(program.control.path_interval, Duration::from_secs(300));
+        let silent = ControlConfig {
+            health: None,
+            socket: ControlSocket::Off,
+            group: None,
+            doctor_port: 0,
+            path_interval: Duration::ZERO,
+        };
+        assert_eq!(library.control, silent);
+        // Everything else is the same.
+        let control = library.control.clone();
+        let backends = library.backends.clone();
+        let same = DaemonConfig { control, backends, ..program };
+        assert_eq!(format!("{same:?}"), format!("{library:?}"));
     }
 
     #[test]
@@ -374,6 +398,7 @@ mod tests {
     #[cfg(feature = "etcd")]
     #[test]
     fn etcd_is_the_registry_if_none_is_named() {
+        use flannel_core::Credential;
         use flannel_subnet_etcd::EtcdOptions;
 
         let options = parse(&[], &[]).unwrap();
@@ -392,9 +417,9 @@ mod tests {
         let expected = EtcdOptions {
             endpoints: vec!["https://a:1".into(), "https://b:2".into()],
             prefix: "/net".into(),
-            cafile: Some("/ca".into()),
-            certfile: Some("/cert".into()),
-            keyfile: Some("/key".into()),
+            ca: Some(Credential::File("/ca".into())),
+            certificate: Some(Credential::File("/cert".into())),
+            key: Some(Credential::File("/key".into())),
             username: Some("us".into()),
             password: Some("hunter2".into()),
             ..EtcdOptions::default()
@@ -404,12 +429,7 @@ mod tests {
         for empty in [&["--etcd-cafile="] as &[&str], &["--etcd-cafile", ""], &["-etcd-cafile", ""]]
         {
             assert_eq!(
-                parse(empty, &[("FLANNELD_ETCD_CAFILE", "/ca")])
-                    .unwrap()
-                    .lease
-                    .etcd
-                    .options()
-                    .cafile,
+                parse(empty, &[("FLANNELD_ETCD_CAFILE", "/ca")]).unwrap().lease.etcd.options().ca,
                 None
             );
         }

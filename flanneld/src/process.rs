@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use clap::{Arg, CommandFactory};
 use flannel_backends::Backends;
-use flannel_core::Backend;
 use flannel_options::environment::misspelt;
 use flannel_options::printable;
 use tokio::signal::unix::{SignalKind, signal};
@@ -74,22 +73,16 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
         set_filter(log_filter(filter.unwrap_or(&given))?)
     })));
     let config = options.config(backends)?;
-    let backends = config.backends.clone();
     let daemon = Daemon::observed(config, observer.clone());
     let notifier = Notifier::from_env()
         .map_err(|error| usage(format!("NOTIFY_SOCKET in the environment: {error}")))?;
     let failed = |error: std::io::Error| Error::file(Path::new("the runtime"), &error);
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-    let annexes = || {
-        let annexes = |backend: &dyn Backend| backend.annexes(Some(&options.lease.state_dir));
-        backends.iter().flat_map(annexes)
-    };
     let ended = runtime.block_on(async {
-        let [interrupt, terminate, hangup] =
-            [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()]
-                .map(|kind| signal(kind).map_err(failed));
-        let (mut interrupt, mut terminate, mut hangup) = (interrupt?, terminate?, hangup?);
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
+        let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
+        let mut hangup = signal(SignalKind::hangup()).map_err(failed)?;
         let reloads = async {
             while hangup.recv().await.is_some() {
                 notify::reload(notifier.as_ref(), &observer).await;
@@ -102,22 +95,23 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
                 None => std::future::pending().await,
             }
         };
-        let mut running = std::pin::pin!(daemon.run());
-        let ended = tokio::select! {
-            ended = &mut running => ended.map(|never| match never {}),
-            _ = interrupt.recv() => Ok("SIGINT"),
-            _ = terminate.recv() => Ok("SIGTERM"),
-            never = reloads => match never {},
-            never = informed => match never {},
+        let stopping = || {
+            if let Some(notifier) = &notifier {
+                notifier.stopping();
+            }
         };
-        if let Some(notifier) = &notifier {
-            notifier.stopping();
-        }
-        // While this daemon has the lock of the state directory.
-        if ended.is_ok() {
-            annexes().for_each(|annex| annex.stop());
-        }
-        ended
+        // After a signal, no other message to systemd follows.
+        let stop = async {
+            let signal = tokio::select! {
+                _ = interrupt.recv() => "SIGINT",
+                _ = terminate.recv() => "SIGTERM",
+                never = reloads => match never {},
+                never = informed => match never {},
+            };
+            stopping();
+            signal
+        };
+        daemon.run_until(stop).await.inspect_err(|_| stopping())
     });
     runtime.shutdown_timeout(STOP);
     ended.map(|signal| tracing::info!(%signal, "stopped; the data path stays in place"))

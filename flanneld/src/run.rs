@@ -2,18 +2,13 @@
 //!
 //! **Source**: flannel `main.go`, for the order.
 
-mod changed_config;
+mod backends;
 mod config_validator;
-mod firewall;
-mod leftovers;
-mod moving;
+mod controllers;
 mod network;
-mod plain_routes;
-mod probation;
 mod proven;
 mod refusals;
 mod start;
-mod status_log;
 mod trial;
 mod uplink;
 
@@ -21,6 +16,7 @@ use std::convert::Infallible;
 use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::path::Path;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 
 use flannel_core::kernel::Footprint;
@@ -29,42 +25,85 @@ use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
 use flannel_subnet::{HolderId, Identity, SubnetEnv, SubnetEnvError, remove_temporary_files};
 
+use crate::blocking::BlockingQueue;
 use crate::config::{DaemonConfig, NexthopObjects};
 use crate::control::Servers;
 use crate::error::Error;
 use crate::observe::Observer;
-use crate::store::{self, readiness};
-use leftovers::go_flannel::GoFlannel;
+use crate::store::{self, LeaseOptions, readiness};
+use controllers::leftovers::go_flannel::GoFlannel;
+use network::DaemonContext;
 use start::Starter;
 
-/// Runs the daemon: see [`Daemon::run`](crate::Daemon::run).
-pub(crate) async fn run(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
-    // First, because another daemon that holds the lock may have the sockets too.
-    let _alone = state_dir::lock(&settings.state_dir).await?;
+/// Runs the daemon: see [`Daemon::run_until`](crate::Daemon::run_until).
+pub(crate) async fn run<T>(
+    settings: &DaemonConfig,
+    observer: &Observer,
+    stop: impl Future<Output = T>,
+) -> Result<T, Error> {
+    let mut stop = pin!(stop);
+    // First, because another daemon that holds the lock may have the sockets too. Until then, the
+    // annexes are the other daemon's.
+    let lock = tokio::select! {
+        lock = state_dir::lock(&settings.state_dir) => lock?,
+        stopped = &mut stop => return Ok(stopped),
+    };
+    let writes = BlockingQueue::new(lock);
+    let ends = writes.another();
     let servers = Servers::open(&settings.control, &settings.subnet_file).await?;
-    tokio::select! {
-        ended = run_networks(settings, observer) => ended,
+    let stopped = tokio::select! {
+        ended = networks(settings, observer, writes) => match ended? {},
         never = servers.serve(observer) => match never {},
-    }
+        stopped = stop => stopped,
+    };
+    // The network has ended, and the lock is still held.
+    ends.run(end_of_node(settings)).await;
+    Ok(stopped)
+}
+
+/// [`run_networks`] in a box: a network that runs, and the next one, are too large for a small
+/// stack. The crates that call the generic [`run`] do not compile it again.
+fn networks<'a>(
+    settings: &'a DaemonConfig,
+    observer: &'a Observer,
+    writes: BlockingQueue,
+) -> Pin<Box<dyn Future<Output = Result<Infallible, Error>> + 'a>> {
+    Box::pin(run_networks(settings, observer, writes))
+}
+
+/// What the backends do at an orderly end of the daemon.
+fn end_of_node(settings: &DaemonConfig) -> impl FnOnce() + Send + use<> {
+    let state_dir = Some(settings.state_dir.as_path());
+    let annexes: Vec<_> =
+        settings.backends.iter().flat_map(|backend| backend.annexes(state_dir)).collect();
+    move || annexes.iter().for_each(|annex| annex.stop())
 }
 
 /// Opens the store and runs networks on it.
-async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
+async fn run_networks(
+    settings: &DaemonConfig,
+    observer: &Observer,
+    writes: BlockingQueue,
+) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(settings)?);
     let holder = state_dir::holder_id(&settings.state_dir)?;
     clean_up(&settings.subnet_file);
-    let go_flannel = GoFlannel::find(&settings.subnet_file, &settings.state_dir)?;
+    let go_flannel =
+        GoFlannel::find(&settings.subnet_file, &settings.state_dir)?.writing_in(writes.clone());
     let identity = Identity {
         holder,
         previous: previous_subnets(settings),
         local_addresses: addresses(&kernel, settings)?,
     };
-    let cache = state_dir::leases(&settings.state_dir);
-    let lease_options = (settings.renew_margin, cache, go_flannel.left_routes());
-    let subnets = store::open(&settings.store, identity, lease_options).await?;
+    let options = LeaseOptions {
+        renew_margin: settings.renew_margin,
+        cache: state_dir::leases(&settings.state_dir),
+        after_another_flannel: go_flannel.left_routes(),
+    };
+    let subnets = store::open(&settings.store, identity, options).await?;
     observer.opened(Arc::clone(&subnets));
     trial::clear(&kernel).await;
-    let starter = Starter::new(settings, kernel, Arc::clone(&subnets), machine_id(holder));
+    let starter = Starter::new(settings, kernel, Arc::clone(&subnets), machine_id(holder), writes);
     tokio::select! {
         ended = follow_store(settings, &*subnets, starter, &go_flannel, observer) => ended,
         never = readiness::publish(&*subnets, observer) => match never {},
@@ -82,7 +121,9 @@ async fn follow_store(
     let mut ready = Box::pin(starter.next(None, observer)).await?;
     loop {
         starter.started(&ready);
-        ready = network::run(settings, subnets, ready, (&starter, go_flannel), observer).await?;
+        let starter = &starter;
+        let daemon = DaemonContext { settings, subnets, starter, go_flannel, observer };
+        ready = network::run(daemon, ready).await?;
     }
 }
 

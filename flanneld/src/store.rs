@@ -13,23 +13,33 @@ use flannel_subnet::{Assign, AssignedManager, Cache, Identity, LocalManager, Reg
 use crate::config::StoreConfig;
 use crate::error::Error;
 
-/// Opens the store of the configuration. A lease engine renews leases `renew_margin` before their
-/// end and keeps the last complete set of leases in the file `cache`. `after_another_flannel`: see
-/// [`LocalManager::after_another_flannel`].
+/// The options of a lease engine.
+pub(crate) struct LeaseOptions {
+    /// The time before its end at which a lease is renewed.
+    pub(crate) renew_margin: Duration,
+    /// The file with the last complete set of leases.
+    pub(crate) cache: PathBuf,
+    /// See [`LocalManager::after_another_flannel`].
+    pub(crate) after_another_flannel: bool,
+}
+
+/// Opens the store of the configuration.
 ///
 /// # Errors
 /// The configuration is wrong, or the store cannot be opened.
 pub(crate) async fn open(
     config: &StoreConfig,
     identity: Identity,
-    (renew_margin, cache, after_another_flannel): (Duration, PathBuf, bool),
+    options: LeaseOptions,
 ) -> Result<Arc<dyn SubnetManager>, Error> {
+    let LeaseOptions { renew_margin, cache, after_another_flannel } = options;
     let registry: Arc<dyn Registry> = match config {
         #[cfg(feature = "kube")]
         StoreConfig::Kubernetes { options } => {
             let manager = flannel_subnet_kube::KubeManager::open(options.clone()).await;
             return Ok(Arc::new(manager.map_err(|source| Error::Kube(Box::new(source)))?));
         }
+        StoreConfig::Manager(manager) => return Ok(Arc::clone(manager)),
         StoreConfig::Registry(registry) => Arc::clone(registry),
         StoreConfig::Directory(location) => {
             let known = |saved: Saved| saved.store == location.to_string();

@@ -3,17 +3,15 @@
 
 use std::ffi::OsString;
 use std::process::ExitCode;
-use std::sync::LazyLock;
+use std::sync::Arc;
 
 use flannel_firewall::{Guarded, Usual};
 use open_test::Lane;
 
-/// The backend with a guard, as those of flannel have it.
-static LANE: LazyLock<Guarded<Lane>> =
-    LazyLock::new(|| Guarded::new(Lane, "guard-lane", Usual::Off));
-
 fn main() -> ExitCode {
-    let backends = flannel_backends::all().with(&*LANE);
+    // With a guard, as the tunnels of flannel have it.
+    let lane = Guarded::new(Lane, "guard-lane", Usual::Off);
+    let backends = flannel_backends::all().with(Arc::new(lane));
     let mut args: Vec<OsString> = std::env::args_os().collect();
     let verb = if args.len() > 1 { args.remove(1) } else { OsString::new() };
     if verb == "daemon" {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use examples::Printing;
 use flannel_subnet::{MemoryRegistry, Registry};
-use flanneld::{ControlSocket, Daemon, DaemonConfig, StoreConfig};
+use flanneld::{Daemon, DaemonConfig, StoreConfig};
 
 fn main() -> anyhow::Result<()> {
     examples::in_sandbox(embed)
@@ -19,7 +19,6 @@ async fn embed() -> anyhow::Result<()> {
     config.interface.iface = vec!["eth0".into()];
     config.subnet_file = dir.path().join("subnet.env");
     config.state_dir = dir.path().join("state");
-    config.control.socket = ControlSocket::Off;
     config.firewall.forward = false;
 
     let daemon = Daemon::new(config);

@@ -1,7 +1,7 @@
 //! The whole daemon in your own program, from typed values: no command line, no environment.
 
 use flannel_subnet::{DirLocation, DirOptions};
-use flanneld::{ControlSocket, Daemon, DaemonConfig, StoreConfig};
+use flanneld::{Daemon, DaemonConfig, StoreConfig};
 
 fn main() -> anyhow::Result<()> {
     examples::in_sandbox(embed)
@@ -19,7 +19,6 @@ async fn embed() -> anyhow::Result<()> {
     config.interface.iface = vec!["eth0".into()];
     config.subnet_file = dir.path().join("subnet.env");
     config.state_dir = dir.path().join("state");
-    config.control.socket = ControlSocket::Off;
     config.firewall.forward = false;
 
     let daemon = Daemon::new(config);

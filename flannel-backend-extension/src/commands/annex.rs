@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::Subnet;
-use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError};
+use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, Outcome};
 use flannel_core::object::{Change, Key, Record};
 use flannel_core::runtime::lock;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use self::queue::{EINVAL, Entry, Job, Queue, Unmade, Wanted, failed, of_another};
+use self::queue::{EINVAL, Entry, Job, Queue, Unmade, Wanted, of_another};
 use crate::commands::files::{Files, State, Stored};
 use crate::commands::task::{Names, Of, Task};
 
@@ -43,6 +43,8 @@ struct Shared {
     ended: Condvar,
     /// Commands that run are to end.
     stopped: AtomicBool,
+    /// The stop is complete.
+    has_ended: AtomicBool,
 }
 
 impl Commands {
@@ -51,8 +53,18 @@ impl Commands {
     /// it: [`Annexes`](crate::commands::Annexes) sees to that.
     pub fn new(names: Names, dir: Option<PathBuf>) -> Self {
         let inner = Mutex::new(Queue { files: Files::new(dir), ..Queue::default() });
-        let (ended, stopped) = Default::default();
-        Self(Arc::new(Shared { names, inner, ended, stopped }))
+        Self(Arc::new(Shared {
+            names,
+            inner,
+            ended: Condvar::new(),
+            stopped: AtomicBool::new(false),
+            has_ended: AtomicBool::new(false),
+        }))
+    }
+
+    /// Whether it was stopped, so that its directory is free for another annex.
+    pub(super) fn has_ended(&self) -> bool {
+        self.0.has_ended.load(Ordering::Acquire)
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
@@ -63,7 +75,8 @@ impl Commands {
     fn open(&self) -> Result<MutexGuard<'_, Queue>, KernelError> {
         let mut inner = self.lock();
         if !inner.is_open {
-            let tasks = inner.files.read().map_err(|error| failed(error.to_string()))?;
+            let tasks =
+                inner.files.read().map_err(|error| KernelError::Other(error.to_string()))?;
             let entry = |stored| Entry { stored: Some(stored), ..Entry::default() };
             inner.entries = tasks.into_iter().map(|(key, task)| (key, entry(task))).collect();
             inner.is_open = true;
@@ -170,26 +183,27 @@ impl Annex for Commands {
         Ok(there.filter_map(record).collect())
     }
 
-    fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, changes: &[Change]) -> Vec<Outcome> {
         let mut inner = match self.open() {
             Ok(_) if self.0.stopped.load(Ordering::Relaxed) => {
-                return vec![Err(failed("this node stops".to_owned())); changes.len()];
+                let error = KernelError::Other("this node stops".to_owned());
+                return vec![Outcome::Failed(error); changes.len()];
             }
             Ok(inner) => inner,
-            Err(error) => return vec![Err(error); changes.len()],
+            Err(error) => return vec![Outcome::Failed(error); changes.len()],
         };
-        let started = changes.iter().map(|change| {
-            let (subnet, wanted) = Wanted::new(change, self.0.names.annex)?;
-            let entry = inner.entries.entry(subnet).or_default();
-            // One that waits or runs is followed by the new one.
-            if entry.wanted.replace(wanted).is_none() && !entry.runs {
-                inner.ready.push_back(subnet);
-            }
-            Err(KernelError::started())
-        });
-        let started = started.collect();
+        let mut outcomes = Vec::with_capacity(changes.len());
+        for change in changes {
+            outcomes.push(match Wanted::new(change, self.0.names.annex) {
+                Ok((subnet, wanted)) => {
+                    inner.want(subnet, wanted);
+                    Outcome::Started
+                }
+                Err(error) => Outcome::Failed(error),
+            });
+        }
         self.begin(&mut inner);
-        started
+        outcomes
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
@@ -223,6 +237,7 @@ impl Annex for Commands {
                 tracing::warn!(%error, "the stop of this node is not noted");
             }
         }
+        self.0.has_ended.store(true, Ordering::Release);
     }
 
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError> {
@@ -239,7 +254,7 @@ impl Annex for Commands {
             }
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(KernelError::timed_out());
+                return Err(KernelError::TimedOut);
             }
             let waited = self.0.ended.wait_timeout(inner, left);
             inner = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -254,6 +269,9 @@ struct Events(UnboundedReceiver<Invalidation>);
 impl Changes for Events {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
         // The sender is dropped when another stream is opened.
-        self.0.recv().await.ok_or_else(|| failed("another stream was opened".to_owned()))
+        self.0
+            .recv()
+            .await
+            .ok_or_else(|| KernelError::Other("another stream was opened".to_owned()))
     }
 }

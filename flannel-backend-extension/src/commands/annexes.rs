@@ -21,10 +21,16 @@ impl Annexes {
     }
 
     /// The annex with this name and directory. The first call makes it, as [`Commands::new`] does.
-    /// Later calls return handles of it, and the other names have no effect.
+    /// Later calls return handles of it, and the other names have no effect. After its
+    /// [stop](flannel_core::kernel::Annex::stop), the next call makes a new one.
     pub fn annex(&self, names: Names, dir: Option<PathBuf>) -> Commands {
         let mut annexes = lock(&self.0);
-        let annex = annexes.entry((names.annex, dir.clone()));
-        annex.or_insert_with(|| Commands::new(names, dir)).clone()
+        let key = (names.annex, dir);
+        if let Some(annex) = annexes.get(&key).filter(|annex| !annex.has_ended()) {
+            return annex.clone();
+        }
+        let annex = Commands::new(names, key.1.clone());
+        annexes.insert(key, annex.clone());
+        annex
     }
 }

@@ -20,7 +20,8 @@ pub struct Blueprint {
     /// Packets pass only after a handshake with the peer, which its plan's WireGuard peer needs.
     /// While a node moves to this backend, a peer is reached by the other one until then.
     pub handshakes: bool,
-    /// The kernel objects that the network owns. It must own all objects of `base` and `plan`.
+    /// The kernel objects that the network owns. It must own all objects of `base` and `plan`: the
+    /// others are reported as failing, and are not put.
     pub footprint: Footprint,
     /// The objects that do not depend on peers: the device and its addresses.
     pub base: State,

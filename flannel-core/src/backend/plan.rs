@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use crate::kernel::RouteAnswer;
 use crate::lease::{Offer, Subnets};
 use crate::object::{LinkName, Object};
 use crate::status::Rejection;
@@ -20,7 +21,7 @@ pub type Plan =
 /// The lookups that a plan may make. When an answer changes, the plan is called again.
 pub struct Env<'a> {
     on_link: &'a Answer<'a>,
-    asked: RefCell<BTreeMap<IpAddr, Option<Option<LinkName>>>>,
+    asked: RefCell<BTreeMap<IpAddr, Option<Reach>>>,
     advice: RefCell<Vec<Advice>>,
 }
 
@@ -54,9 +55,34 @@ impl From<&Rejection> for Advice {
     }
 }
 
-/// A function that finds the link of an address. Outer `None`: the kernel cannot answer. Inner
-/// `None`: the address is not on a link.
-pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Option<LinkName>> + 'a;
+/// How packets reach an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Reach {
+    /// Without a router, by this device.
+    Direct(LinkName),
+    /// By a router or not at all, or the address is one of this host.
+    NotDirect,
+}
+
+impl Reach {
+    /// The device by which packets reach the address without a router.
+    pub const fn link(self) -> Option<LinkName> {
+        match self {
+            Self::Direct(link) => Some(link),
+            Self::NotDirect => None,
+        }
+    }
+}
+
+impl From<&RouteAnswer> for Reach {
+    fn from(answer: &RouteAnswer) -> Self {
+        answer.on_link().map_or(Self::NotDirect, Self::Direct)
+    }
+}
+
+/// A function that finds out how packets reach an address. `None`: the kernel cannot answer.
+pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Reach> + 'a;
 
 impl<'a> Env<'a> {
     /// An environment that answers with `on_link`.
@@ -73,11 +99,13 @@ impl<'a> Env<'a> {
     /// there is no route, or if it is an address of this host. While the kernel cannot answer, its
     /// last answer holds (`None` if there is none).
     pub fn on_link(&self, address: IpAddr) -> Option<LinkName> {
-        self.asked.borrow_mut().entry(address).or_insert_with(|| (self.on_link)(address)).flatten()
+        let mut asked = self.asked.borrow_mut();
+        let answer = asked.entry(address).or_insert_with(|| (self.on_link)(address));
+        answer.and_then(Reach::link)
     }
 
     /// The addresses that the plan looked up, with the answers of [`Answer`], and its advice.
-    pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Option<LinkName>>>, Vec<Advice>) {
+    pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Reach>>, Vec<Advice>) {
         (self.asked.into_inner(), self.advice.into_inner())
     }
 }

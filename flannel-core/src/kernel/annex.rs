@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use super::{Changes, KernelError};
+use super::{Changes, KernelError, Outcome};
 use crate::object::{Change, Key, Record};
 use crate::remedy::Trouble;
 
@@ -29,8 +29,8 @@ pub trait Annex: fmt::Debug + Send + Sync {
 
     /// Applies changes of its records as [`Kernel::apply`](super::Kernel::apply) does.
     ///
-    /// The result of a change that is only started is [`KernelError::started`]. A change that is
-    /// under way already is not started again. Another change of the same record begins after it.
+    /// The outcome of a change that is only started is [`Outcome::Started`]. A change that is under
+    /// way already is not started again. Another change of the same record begins after it.
     ///
     /// The end of a change is an event: [`Present`](super::KernelEvent::Present) with exactly the
     /// record that was put, [`Deleted`](super::KernelEvent::Deleted) or
@@ -39,7 +39,7 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// end of the last change, or for a change by another program.
     ///
     /// Called on any thread. A network that stops waits for this call.
-    fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>>;
+    fn apply(&self, changes: &[Change]) -> Vec<Outcome>;
 
     /// Starts to listen for the ends of changes, and for changes of records by other programs. The
     /// futures of the stream are dropped often, so it must be cancel safe ([`Changes::next`]).
@@ -53,7 +53,7 @@ pub trait Annex: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// The last change failed. If it has not ended in time, the error is
-    /// [`KernelError::timed_out`], and the change continues.
+    /// [`KernelError::TimedOut`], and the change continues.
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError>;
 
     /// The packets that it moves or drops itself; `None`: there are none, or they are not known
@@ -69,8 +69,11 @@ pub trait Annex: fmt::Debug + Send + Sync {
         None
     }
 
-    /// The program ends, because somebody stops it. Records stay in place. An annex may tell other
+    /// The daemon ends, because somebody stops it. Records stay in place. An annex may tell other
     /// programs that this node goes. Blocks. The default does nothing.
+    ///
+    /// The same program may run a daemon again. Then it asks `Backend::annexes` for new handles, and
+    /// those must work.
     fn stop(&self) {}
 }
 

@@ -1,5 +1,6 @@
 //! A kernel in memory that follows the rules of Linux. Tests can make its calls fail.
 
+mod delivery;
 mod rules;
 mod tables;
 
@@ -12,11 +13,12 @@ use async_trait::async_trait;
 use libc::ENOBUFS;
 use tokio::sync::mpsc;
 
+use self::delivery::Delivery;
 use self::tables::{Entry, Fault, Foreign, Listener, Tables};
 use crate::address::Subnet;
 use crate::kernel::{
-    ChangedBy, Changes, Footprint, Invalidation, Kernel, KernelError, KernelEvent, NexthopIds,
-    Process, ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
+    ChangedBy, Changes, Footprint, GoRouteKernel, GoRoutes, Invalidation, Kernel, KernelError,
+    KernelEvent, NexthopIds, Outcome, Process, ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
 };
 use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, Route, State, Via};
 use crate::runtime::lock;
@@ -120,6 +122,8 @@ impl FakeKernel {
         let mut tables = self.lock();
         tables.foreign.insert(name, Foreign { up: true, on_link: on_link.to_vec() });
         tables.publish(0, &Invalidation::Link(name));
+        drop(tables);
+        self.deliver(0);
     }
 
     /// Replaces the subnets on a foreign link, as a change of its addresses does. Does nothing if
@@ -138,6 +142,8 @@ impl FakeKernel {
             .map(|s| KernelEvent::Unrepresentable(Key::Route(s)));
         let routes = routes.collect();
         tables.publish(0, &Invalidation::Objects(routes, None));
+        drop(tables);
+        self.deliver(0);
     }
 
     /// Sets a link up or down, as an administrator does. When a link goes down, the kernel deletes
@@ -161,6 +167,8 @@ impl FakeKernel {
             tables.drop_by_down(name);
         }
         tables.publish(0, &Invalidation::Link(name));
+        drop(tables);
+        self.deliver(0);
     }
 
     /// Deletes a link with all objects on it. The link may be foreign.
@@ -173,6 +181,8 @@ impl FakeKernel {
         tables.foreign.remove(&name);
         tables.drop_link(name);
         tables.publish(0, &Invalidation::Link(name));
+        drop(tables);
+        self.deliver(0);
     }
 
     /// Puts an object as another process does, with this route protocol. No rule is checked.
@@ -202,6 +212,8 @@ impl FakeKernel {
         let mut tables = self.lock();
         tables.objects.insert(key, entry);
         tables.publish(0, &invalidation);
+        drop(tables);
+        self.deliver(0);
     }
 
     /// Deletes an object as another process does.
@@ -216,16 +228,23 @@ impl FakeKernel {
         if let Key::Addr(link, IpAddr::V4(_)) = key {
             tables.publish(0, &Invalidation::Link(link));
         }
+        drop(tables);
+        self.deliver(0);
     }
 
     /// Breaks every open stream of [`Kernel::changes`]. New streams work.
     pub fn break_listeners(&self) {
-        self.lock().listeners.clear();
+        let broken = std::mem::take(&mut self.lock().listeners);
+        for Listener { sender, delivery, .. } in broken {
+            drop(sender);
+            delivery.wait_for_end();
+        }
     }
 
     /// Reports [`Invalidation::Everything`] to every listener, as after lost messages.
     pub fn lose_messages(&self) {
         self.lock().publish(0, &Invalidation::Everything);
+        self.deliver(0);
     }
 
     /// Makes the next `times` calls that `matches` fail with `errno`.
@@ -264,6 +283,16 @@ impl FakeKernel {
     /// All objects of all processes. Foreign links are left out.
     pub fn state(&self) -> State {
         self.lock().objects.values().map(|entry| entry.object.clone()).collect()
+    }
+
+    /// Waits until the readers of all streams but those of `writer` have taken the events. So a
+    /// test that uses a paused clock goes on after them.
+    fn deliver(&self, writer: u32) {
+        let tables = self.lock();
+        let others = tables.listeners.iter().filter(|listener| listener.port != writer);
+        let deliveries: Vec<_> = others.map(|listener| Arc::clone(&listener.delivery)).collect();
+        drop(tables);
+        deliveries.iter().for_each(|delivery| delivery.wait());
     }
 
     fn lock(&self) -> MutexGuard<'_, Tables> {
@@ -343,17 +372,20 @@ impl Kernel for FakeKernel {
             .try_for_each(|link| tables.call(Operation::MayChange, Some(Key::Link(link.name))))
     }
 
-    fn apply(&self, _: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, _: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         let mut tables = self.lock();
         tables.largest_batch = tables.largest_batch.max(changes.len());
         let one = |change: &Change| match change {
             Change::Put(object) => tables.put(self.writer, object),
             Change::Delete(object) => match tables.delete(self.writer, object) {
-                Err(error) if error.is_absent() => Ok(()),
-                result => result,
+                Err(error) if error.is_absent() => Outcome::Done,
+                result => result.into(),
             },
         };
-        changes.iter().map(one).collect()
+        let results = changes.iter().map(one).collect();
+        drop(tables);
+        self.deliver(self.writer);
+        results
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
@@ -368,8 +400,29 @@ impl Kernel for FakeKernel {
         let mut tables = self.lock();
         tables.call(Operation::Listen, None)?;
         let (sender, receiver) = mpsc::unbounded_channel();
-        tables.listeners.push(Listener { port: self.writer, sender });
-        Ok(Box::new(Queue { receiver }))
+        let delivery = Arc::new(Delivery::default());
+        let listener = Listener { port: self.writer, sender, delivery: Arc::clone(&delivery) };
+        tables.listeners.push(listener);
+        Ok(Box::new(Queue { receiver, delivery }))
+    }
+}
+
+impl GoRouteKernel for FakeKernel {
+    fn go_routes(&self, which: &GoRoutes) -> Result<Vec<Route>, KernelError> {
+        let mut tables = self.lock();
+        tables.call(Operation::Snapshot, None)?;
+        let routes = tables.objects.values().filter_map(|entry| match entry.object {
+            Object::Route(route) if !entry.inexact => {
+                which.include(&route, entry.protocol).then_some(route)
+            }
+            _ => None,
+        });
+        Ok(routes.collect())
+    }
+
+    fn delete_go_routes(&self, routes: &[Route]) -> Vec<Outcome> {
+        let deletions = routes.iter().map(|route| Change::Delete((*route).into()));
+        self.apply(&Footprint::default(), &deletions.collect::<Vec<_>>())
     }
 }
 
@@ -383,11 +436,21 @@ impl ProcessNames for FakeKernel {
 
 struct Queue {
     receiver: mpsc::UnboundedReceiver<Invalidation>,
+    delivery: Arc<Delivery>,
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.delivery.end();
+    }
 }
 
 #[async_trait]
 impl Changes for Queue {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
-        self.receiver.recv().await.ok_or(KernelError::new(ENOBUFS))
+        self.delivery.begin_read();
+        let event = self.receiver.recv().await;
+        self.delivery.end_read();
+        event.ok_or(KernelError::new(ENOBUFS))
     }
 }

@@ -7,7 +7,7 @@ mod objects;
 use std::net::IpAddr;
 
 use crate::address::{Family, Subnet};
-use crate::kernel::{Footprint, Kernel};
+use crate::kernel::{Footprint, Kernel, Outcome};
 use crate::object::{
     Addr, Change, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State,
     Via, Vxlan,
@@ -116,12 +116,10 @@ fn puts(objects: &[Object]) -> Vec<Change> {
 }
 
 fn apply(fixture: &Fixture<'_>, changes: &[Change]) {
-    let results = fixture.kernel.apply(&footprint(fixture.uplink), changes);
-    assert_eq!(results.len(), changes.len(), "one result for each change");
-    for (change, result) in changes.iter().zip(results) {
-        if let Err(error) = result {
-            panic!("{change}: {error}");
-        }
+    let outcomes = fixture.kernel.apply(&footprint(fixture.uplink), changes);
+    assert_eq!(outcomes.len(), changes.len(), "one outcome for each change");
+    for (change, outcome) in changes.iter().zip(outcomes) {
+        assert_eq!(outcome, Outcome::Done, "{change}");
     }
 }
 

@@ -10,18 +10,21 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::address::Family;
-use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, LongDrops, Refused};
+use flannel_core::kernel::{
+    Annex, Changes, Invalidation, KernelError, LongDrops, Outcome, Refused,
+};
 use flannel_core::object::{Change, Key, Object, Record};
 use flannel_core::remedy::Trouble;
 use flannel_core::runtime::lock;
 use flannel_core::{Remedy, Subnet};
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
 use flannel_netlink::nftables::{Batches, GROUP, Table, at_one_moment};
-use libc::{EAGAIN, EBUSY, EEXIST, EINVAL, ENOENT, EOPNOTSUPP, EPERM, EPROTONOSUPPORT};
+use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
 
 use super::end::TunnelEnd;
 use super::table::{Before, Found, Sources, plan, trial};
 use super::table_named;
+use crate::error::lacks_nftables;
 
 /// The number of attempts for a table that changes while it is read or written.
 const TRIES: usize = 16;
@@ -165,9 +168,7 @@ impl Guard {
 
     /// The error with the name of the table.
     fn about(&self, error: KernelError) -> KernelError {
-        let mut text = self.table().to_string();
-        text.extend(error.detail.map(|detail| format!(": {detail}")));
-        KernelError::explained(error.errno, text)
+        error.about(self.table())
     }
 
     fn table(&self) -> Table<'_> {
@@ -193,9 +194,9 @@ impl Guard {
         before: &mut Before,
     ) -> Result<(), KernelError> {
         let Object::Record(record) = change.object() else {
-            return Err(KernelError::explained(0, "it is not a record"));
+            return Err(KernelError::Other("it is not a record".to_owned()));
         };
-        let wrong = || KernelError::explained(0, format!("{record} is not of a guard"));
+        let wrong = || KernelError::Other(format!("{record} is not of a guard"));
         let is_put = matches!(change, Change::Put(_));
         let family = record.subnet.family();
         if let Some(public) = record.data().strip_prefix(FROM) {
@@ -215,14 +216,20 @@ impl Guard {
         Ok(())
     }
 
-    /// The packets that the table refused.
+    /// The packets that the table refused; `None` without a table.
     fn counted(&self, kernel: &mut Kernel) -> Option<Refused> {
         let sources = kernel.frame.clone()?;
-        let end = sources.ends.values().next()?;
-        let counters = self.table().counters(kernel.socket().ok()?).ok()?;
-        let drops = end.drops;
-        let packets = kernel.counts.note(drops, sources.refused(&counters));
-        Some(Refused { drops, packets, problems: Vec::new() })
+        let drops = sources.ends.values().next()?.drops;
+        let counters = kernel.socket().and_then(|socket| self.table().counters(socket));
+        match counters {
+            Ok(counters) => {
+                let packets = kernel.counts.note(drops, sources.refused(&counters));
+                Some(Refused { drops, packets, problems: Vec::new() })
+            }
+            // Another program has deleted the table. It is put again.
+            Err(error) if lacks_nftables(&error) => None,
+            Err(error) => Some(unread(drops, &error)),
+        }
     }
 
     /// Adds what is wrong.
@@ -234,8 +241,9 @@ impl Guard {
             let load = Remedy::run("modprobe -a nf_tables nft_fib_inet");
             let remedy = Remedy::All(vec![load, Remedy::RestartDaemon]);
             let remedy = remedy.mention("or do not check them: ", off, "");
-            let problems = vec![Trouble::new(text, remedy)];
-            return Some(Refused { problems, ..counted.unwrap_or_default() });
+            let mut counted = counted.unwrap_or_default();
+            counted.problems.insert(0, Trouble::new(text, remedy));
+            return Some(counted);
         }
         let mut counted = counted?;
         let verb = if counted.drops { "dropped" } else { "counted (\"SourceCheck\": \"count\")" };
@@ -247,6 +255,13 @@ impl Guard {
         }
         Some(counted)
     }
+}
+
+/// The refused packets of a table whose counters cannot be read.
+fn unread(drops: bool, error: &KernelError) -> Refused {
+    let text = format!("the packets that the guard of the tunnel refuses cannot be read: {error}");
+    let remedy = Remedy::run("nft list ruleset").remark("can the rules be read?");
+    Refused { drops, problems: vec![Trouble::new(text, remedy)], ..Refused::default() }
 }
 
 /// What is wrong if packets are refused for this reason, and what helps.
@@ -325,7 +340,7 @@ impl Annex for Guard {
     fn records(&self) -> Result<Vec<Record>, KernelError> {
         self.with_kernel(|kernel| {
             let found = match kernel.read(&self.table()) {
-                Err(error) if is_missing(&error) || error.errno == EPERM => {
+                Err(error) if lacks_nftables(&error) || error.is_denied() => {
                     tracing::debug!(table = &*self.table, %error, "no table can be read");
                     None
                 }
@@ -338,7 +353,7 @@ impl Annex for Guard {
         })
     }
 
-    fn apply(&self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, changes: &[Change]) -> Vec<Outcome> {
         self.with_kernel(|kernel| self.apply_in(kernel, changes))
     }
 
@@ -348,7 +363,7 @@ impl Annex for Guard {
             Err(error) => Err(error),
         });
         let events = match events {
-            Err(error) if is_missing(&error) || error.errno == EPERM => None,
+            Err(error) if lacks_nftables(&error) || error.is_denied() => None,
             events => events.map_err(|error| self.about(error))?,
         };
         Ok(Box::new(Events { table: Arc::clone(&self.table), events }))
@@ -381,18 +396,20 @@ impl Guard {
         ends.chain(sources.peers.iter().map(|(subnet, node)| self.peer(*subnet, *node))).collect()
     }
 
-    fn apply_in(&self, kernel: &mut Kernel, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply_in(&self, kernel: &mut Kernel, changes: &[Change]) -> Vec<Outcome> {
         let mut last = KernelError::new(EAGAIN);
         for _ in 0..TRIES {
             let found = match kernel.placed.take().map_or_else(|| kernel.read(&self.table()), Ok) {
                 Ok(found) => found,
-                Err(error) => return vec![Err(self.about(error)); changes.len()],
+                Err(error) => return self.all_failed(changes, error),
             };
             let is_intact = found.as_ref().map(|found| found.is_intact);
             let mut sources = found.map_or_else(|| Sources::new(self.tag), |found| found.sources);
             let mut before = sources.before();
-            let take = |change| self.take(change, &mut sources, &mut before);
-            let results: Vec<_> = changes.iter().map(take).collect();
+            let outcomes: Vec<Outcome> = changes
+                .iter()
+                .map(|change| self.take(change, &mut sources, &mut before).into())
+                .collect();
             let found = is_intact.map(|is_intact| (&before, is_intact));
             let frame = Some(&sources).filter(|it| !it.is_empty()).map(Sources::frame);
             let is_anew = is_intact != Some(true) || frame != kernel.frame;
@@ -408,20 +425,26 @@ impl Guard {
                         kernel.counts.begin_anew();
                     }
                     kernel.placed = Some(sources.map(|sources| Found { sources, is_intact: true }));
-                    return results;
+                    return outcomes;
                 }
                 // Another program has changed the table since it was read. Without a table, the
                 // kernel lacks a part.
                 Err(error)
-                    if matches!(error.errno, EEXIST | EBUSY)
-                        || (error.errno == ENOENT && is_intact.is_some()) =>
+                    if error.is(EEXIST)
+                        || error.is(EBUSY)
+                        || (error.is(ENOENT) && is_intact.is_some()) =>
                 {
                     last = error;
                 }
-                Err(error) => return vec![Err(self.about(error)); changes.len()],
+                Err(error) => return self.all_failed(changes, error),
             }
         }
-        vec![Err(self.about(last)); changes.len()]
+        self.all_failed(changes, last)
+    }
+
+    /// The outcomes of changes that all failed with this error.
+    fn all_failed(&self, changes: &[Change], error: KernelError) -> Vec<Outcome> {
+        vec![Outcome::Failed(self.about(error)); changes.len()]
     }
 }
 
@@ -449,11 +472,6 @@ impl fmt::Debug for Guard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Guard").field("name", &self.name).finish_non_exhaustive()
     }
-}
-
-/// Whether the kernel has no nf_tables, and so no table.
-fn is_missing(error: &KernelError) -> bool {
-    matches!(error.errno, ENOENT | EINVAL | EPROTONOSUPPORT | EOPNOTSUPP)
 }
 
 #[cfg(test)]
@@ -487,6 +505,16 @@ mod tests {
         assert!(problems[0].text.ends_with("taken from every host: no nf_tables"), "{problems:?}");
         guard.note_unable(None);
         assert_eq!(guard.explain(None, Instant::now()), None);
+    }
+
+    #[test]
+    fn counters_that_cannot_be_read_are_a_problem() {
+        let guard = Guard::new("guard-test");
+        let unread = || Some(unread(true, &KernelError::explained(EBUSY, "the table is busy")));
+        let problems = guard.explain(unread(), Instant::now()).unwrap().problems;
+        assert!(problems[0].0.contains("cannot be read: the table is busy"), "{problems:?}");
+        guard.note_unable(Some("no nf_tables".into()));
+        assert_eq!(guard.explain(unread(), Instant::now()).unwrap().problems.len(), 2);
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub struct Guarded<B> {
     inner: B,
     guard: Guard,
     usual: Usual,
-    option_names: OnceLock<Option<&'static [&'static str]>>,
+    option_names: OnceLock<Option<Vec<&'static str>>>,
 }
 
 impl<B: Backend> Guarded<B> {
@@ -104,15 +104,15 @@ impl<B: Backend> Backend for Guarded<B> {
         self.inner.can_move()
     }
 
-    fn option_names(&self) -> Option<&'static [&'static str]> {
-        // The names live as long as the program, and there are few backends in one.
-        *self.option_names.get_or_init(|| {
-            let names = self.inner.option_names()?;
-            if names.contains(&SourceCheck::NAME) {
-                return Some(names);
+    fn option_names(&self) -> Option<&[&'static str]> {
+        let names = self.option_names.get_or_init(|| {
+            let mut names = self.inner.option_names()?.to_vec();
+            if !names.contains(&SourceCheck::NAME) {
+                names.push(SourceCheck::NAME);
             }
-            Some(Vec::leak([names, &[SourceCheck::NAME]].concat()))
-        })
+            Some(names)
+        });
+        names.as_deref()
     }
 
     fn runs_commands(&self) -> bool {

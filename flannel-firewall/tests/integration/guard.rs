@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::backend::Inlet;
-use flannel_core::kernel::Annex;
+use flannel_core::kernel::{Annex, Outcome};
 use flannel_core::object::{Change, Record};
 use flannel_firewall::{Guard, TunnelEnd};
 
@@ -54,7 +54,7 @@ fn deletes(records: impl IntoIterator<Item = Record>) -> Vec<Change> {
 }
 
 fn apply(guard: &Guard, changes: &[Change]) {
-    for (result, change) in guard.apply(changes).into_iter().zip(changes) {
-        assert_eq!(result, Ok(()), "{change:?}");
+    for (outcome, change) in guard.apply(changes).into_iter().zip(changes) {
+        assert_eq!(outcome, Outcome::Done, "{change:?}");
     }
 }

@@ -149,7 +149,7 @@ impl Observer {
     fn check(&mut self) -> Result<bool, KernelError> {
         let found = match interface(&mut self.socket, self.chosen.name) {
             // The interface was deleted between the two reads, of its link and of its addresses.
-            Err(error) if error.errno == ENODEV => None,
+            Err(error) if error.is(ENODEV) => None,
             found => found?,
         };
         let stays = |(_, interface): &(u32, Interface)| {

@@ -14,7 +14,7 @@ mod route;
 
 use std::collections::{BTreeMap, HashMap, btree_map};
 
-use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::object::{Change, LinkName, Object};
 use libc::{EEXIST, EINVAL, EOPNOTSUPP};
 
@@ -65,8 +65,8 @@ pub(crate) struct Writer<'a> {
     foreign: &'a ForeignRoutes,
     wireguard: &'a WireguardDevices,
     changes: &'a [Change],
-    /// The result of each of `changes`.
-    results: Vec<Result<(), KernelError>>,
+    /// The outcome of each of `changes`.
+    outcomes: Vec<Outcome>,
     batch: Batch,
     peers: PeerBatch,
     known: Known,
@@ -124,7 +124,7 @@ impl<'a> Writer<'a> {
             foreign,
             wireguard,
             changes,
-            results: vec![Ok(()); changes.len()],
+            outcomes: vec![Outcome::Done; changes.len()],
             batch: Batch::default(),
             peers: PeerBatch::default(),
             known: Known::default(),
@@ -132,18 +132,17 @@ impl<'a> Writer<'a> {
         }
     }
 
-    pub(crate) fn apply(mut self) -> Vec<Result<(), KernelError>> {
+    pub(crate) fn apply(mut self) -> Vec<Outcome> {
         for (n, change) in self.changes.iter().enumerate() {
-            let result = self.change(n, change);
-            if result.is_err() {
-                self.results[n] = result;
+            if let Err(error) = self.change(n, change) {
+                self.outcomes[n] = Outcome::Failed(error);
             }
             if self.batch.requests.len() >= BATCH {
                 self.flush();
             }
         }
         self.flush();
-        self.results
+        self.outcomes
     }
 
     fn change(&mut self, n: usize, change: &Change) -> Result<(), KernelError> {
@@ -159,7 +158,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Sends the batch and records the results. Then tries again to put routes and nexthop objects
+    /// Sends the batch and records the outcomes. Then tries again to put routes and nexthop objects
     /// that the kernel refused because of existing ones.
     fn flush(&mut self) {
         self.flush_peers();
@@ -179,8 +178,8 @@ impl<'a> Writer<'a> {
                 }
                 (result, _) => result,
             };
-            if result.is_err() {
-                self.results[n] = result;
+            if let Err(error) = result {
+                self.outcomes[n] = Outcome::Failed(error);
             }
         }
         if !conflicts.is_empty() {
@@ -207,18 +206,18 @@ impl<'a> Writer<'a> {
 }
 
 /// The result of a deletion. The absence of the object is a success.
-fn accept_absence(result: Result<(), KernelError>) -> Result<(), KernelError> {
+pub(super) fn accept_absence(result: Result<(), KernelError>) -> Result<(), KernelError> {
     match result {
-        Err(error) if error.is_absent() => Ok(()),
-        // The kernel deletes the routes that use a nexthop object together with it. It refuses a
-        // later deletion of such a route with this text.
-        Err(KernelError { errno: EINVAL, detail: Some(text) })
-            if text.contains("Nexthop id does not exist") =>
-        {
-            Ok(())
-        }
+        Err(error) if error.is_absent() || lacks_nexthop(&error) => Ok(()),
         result => result,
     }
+}
+
+/// Whether the kernel refused to delete a route because the nexthop object of the route does not
+/// exist. The kernel deletes the routes that use a nexthop object together with it.
+fn lacks_nexthop(error: &KernelError) -> bool {
+    let text = error.detail().unwrap_or_default();
+    error.is(EINVAL) && text.contains("Nexthop id does not exist")
 }
 
 fn unsupported(object: &Object) -> KernelError {

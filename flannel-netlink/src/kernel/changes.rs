@@ -201,7 +201,7 @@ fn without_own_messages(port: u32) -> [SockFilter; 7] {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::kernel::Footprint;
+    use flannel_core::kernel::{Footprint, Outcome};
     use flannel_core::object::{Change, Object, Route, Via};
     use flannel_core::{Kernel, Subnet};
     use test_support::eventually_async;
@@ -238,7 +238,7 @@ mod tests {
             let dst = Subnet::host([192, 0, 2, 7].into());
             let put = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
             let footprint = Footprint { blackholes: true, ..Footprint::default() };
-            assert!(kernel.apply(&footprint, &[put])[0].is_ok());
+            assert!(kernel.apply(&footprint, &[put])[0].is_done());
             let change = listener.next().await.unwrap();
             assert!(matches!(change, Invalidation::Objects(..)), "{change:?}");
             release.send(()).unwrap();
@@ -272,7 +272,7 @@ mod tests {
             // A change waits at each call.
             let next = async || {
                 let change = both.next().unwrap();
-                assert!(other.apply(&footprint, &[change])[0].is_ok());
+                assert!(other.apply(&footprint, &[change])[0].is_done());
                 let change = listener.next().await.unwrap();
                 assert!(matches!(change, Invalidation::Objects(..)), "{change:?}");
                 listener.look_at_peers >= begin + LOOK_AT_PEERS
@@ -300,7 +300,7 @@ mod tests {
                 .collect();
             let footprint = Footprint { blackholes: true, ..Footprint::default() };
             let other = NetlinkKernel::open().unwrap();
-            assert!(other.apply(&footprint, &theirs).iter().all(Result::is_ok));
+            assert!(other.apply(&footprint, &theirs).iter().all(Outcome::is_done));
             let (mut all, mut parts) = (false, Vec::new());
             while !all {
                 all = listener.read().unwrap();

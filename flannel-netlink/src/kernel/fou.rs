@@ -15,7 +15,7 @@ use crate::transport::socket::Socket;
 pub(super) fn open() -> Result<(Socket, u16), KernelError> {
     generic::open(FAMILY).map_err(|error| {
         let detail = "this kernel has no UDP tunnels (FOU): run modprobe fou";
-        if error.errno == ENOENT { KernelError::explained(ENOENT, detail) } else { error }
+        if error.is(ENOENT) { KernelError::explained(ENOENT, detail) } else { error }
     })
 }
 
@@ -23,7 +23,7 @@ pub(super) fn open() -> Result<(Socket, u16), KernelError> {
 pub(super) fn ports(namespace: &Namespace) -> Result<Vec<Open>, KernelError> {
     match namespace.run(open)? {
         Ok((mut socket, family)) => socket.dump(fou::all(family), fou::read),
-        Err(error) if error.errno == ENOENT => Ok(Vec::new()),
+        Err(error) if error.is(ENOENT) => Ok(Vec::new()),
         Err(error) => Err(error),
     }
 }
@@ -34,12 +34,12 @@ pub(super) fn may_add() -> Result<(), KernelError> {
     let (mut socket, family) = open()?;
     let none = Port { local: Ipv4Addr::UNSPECIFIED, port: 0 };
     match socket.send_one(fou::delete(family, none)) {
-        Err(error) if error.errno == EPERM => {
+        Err(error) if error.is_denied() => {
             let detail = "UDP ports of the kernel (FOU) need CAP_NET_ADMIN of the host: this user \
                           namespace has its own";
             Err(KernelError::explained(EPERM, detail))
         }
-        Err(error) if error.errno != EINVAL => Err(error),
+        Err(error) if !error.is(EINVAL) => Err(error),
         _ => Ok(()),
     }
 }
@@ -51,14 +51,14 @@ pub(super) fn add(namespace: &Namespace, port: Port) -> Result<(), KernelError> 
     if there.iter().any(|there| there.receives_for(port)) {
         return Ok(());
     }
-    socket.send_one(fou::add(family, port)).map_err(|error| match error.errno {
-        EADDRINUSE | EALREADY => {
+    socket.send_one(fou::add(family, port)).map_err(|error| match error.errno() {
+        Some(errno @ (EADDRINUSE | EALREADY)) => {
             let at = port.port;
             let detail = format!(
                 "UDP port {at} is in use: stop its program (ss -ulpn), close the port of another \
                  tunnel (ip fou show), or set another Port"
             );
-            KernelError::explained(error.errno, detail)
+            KernelError::explained(errno, detail)
         }
         _ => error,
     })

@@ -11,7 +11,6 @@ use neli::consts::rtnl::Rtn;
 use crate::codec::link::LinkMessage;
 use crate::codec::{link, route};
 use crate::transport::socket::Socket;
-use crate::transport::wire::EBADMSG;
 
 /// The link with this name; `None` if there is none. Alternative names (`altname` of `ip link`) are
 /// not compared.
@@ -21,7 +20,7 @@ pub(crate) fn find_link(
 ) -> Result<Option<LinkMessage>, KernelError> {
     match socket.ask(link::by_name(name), link::read) {
         Ok(link) => Ok(Some(link).filter(|link| link.name == name)),
-        Err(error) if error.errno == ENODEV => Ok(None),
+        Err(error) if error.is(ENODEV) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -32,8 +31,8 @@ pub(crate) fn get_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessag
     find_link(socket, name)?.ok_or_else(absent)
 }
 
-/// The name of the link with this index. `ENODEV`: there is no such link. [`EBADMSG`]: the name is
-/// not UTF-8.
+/// The name of the link with this index. The error is `ENODEV` if there is no such link, and
+/// [`KernelError::Unreadable`] if its name is not UTF-8.
 pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, KernelError> {
     socket.ask(link::by_index(index), link::read).map(|link| link.name)
 }
@@ -42,17 +41,21 @@ pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, Kern
 pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
     match ask_name(socket, index) {
         Ok(name) => Ok(Some(name)),
-        Err(error) if matches!(error.errno, ENODEV | EBADMSG) => Ok(None),
+        Err(error) if error.is(ENODEV) || error.is_unreadable() => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// Whether the kernel has no route for a packet, or one of type prohibit, blackhole or unreachable.
+fn is_no_way(error: &KernelError) -> bool {
+    matches!(error.errno(), Some(EACCES | EINVAL | ENETUNREACH | EHOSTUNREACH))
 }
 
 /// The route that the kernel would choose for a packet to `dst`.
 pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
     let answer = match socket.ask(route::lookup(dst), route::read) {
         Ok(answer) => answer,
-        // A route of type prohibit, a blackhole, no route, and a route of type unreachable.
-        Err(error) if matches!(error.errno, EACCES | EINVAL | ENETUNREACH | EHOSTUNREACH) => {
+        Err(error) if is_no_way(&error) => {
             return Ok(RouteAnswer::default());
         }
         Err(error) => return Err(error),

@@ -147,7 +147,7 @@ impl NetlinkKernel {
 fn open() -> Result<(Socket, u16), KernelError> {
     generic::open(FAMILY).map_err(|error| {
         let detail = "this kernel has no wireguard devices: run modprobe wireguard";
-        if error.errno == ENOENT { KernelError::explained(ENOENT, detail) } else { error }
+        if error.is(ENOENT) { KernelError::explained(ENOENT, detail) } else { error }
     })
 }
 
@@ -206,7 +206,7 @@ impl WireguardDevices {
             match inner.read_known(index) {
                 Ok(message) => inner.compare(link, &message, &mut found),
                 // A message about the link reports it.
-                Err(error) if error.errno == ENODEV => _ = inner.devices.remove(&link),
+                Err(error) if error.is(ENODEV) => _ = inner.devices.remove(&link),
                 Err(error) => tracing::debug!(%link, %error, "the peers cannot be read"),
             }
         }
@@ -301,14 +301,10 @@ impl Inner {
         let Some((socket, family)) = &mut self.socket else {
             return Err(KernelError::new(ENODEV));
         };
-        let messages =
-            socket.dump(get(*family, index), read).map_err(|error| match error.errno {
-                EPERM => {
-                    let detail = "reading a WireGuard device needs CAP_NET_ADMIN";
-                    KernelError::explained(EPERM, detail)
-                }
-                _ => error,
-            })?;
+        let messages = socket.dump(get(*family, index), read).map_err(|error| {
+            let detail = "reading a WireGuard device needs CAP_NET_ADMIN";
+            if error.is_denied() { KernelError::explained(EPERM, detail) } else { error }
+        })?;
         DeviceMessage::join(messages).ok_or_else(|| KernelError::new(ENODEV))
     }
 
@@ -417,7 +413,7 @@ fn digest_of(device: &DeviceMessage, hasher: &RandomState) -> u64 {
 
 /// The error if another program uses the port. The kernel binds it when the device is set up.
 pub(super) fn in_use(error: KernelError, port: u16) -> KernelError {
-    if error.errno != EADDRINUSE {
+    if !error.is(EADDRINUSE) {
         return error;
     }
     let detail = format!("UDP port {port} is in use: stop its program, or set another ListenPort");

@@ -22,8 +22,7 @@ impl Namespace {
     /// The namespace of a file such as `/run/netns/red` or `/proc/1234/ns/net`.
     pub(crate) fn at(path: &Path) -> Result<Self, KernelError> {
         let explain = |error: io::Error| {
-            let errno = KernelError::from(error).errno;
-            KernelError::explained(errno, format!("network namespace {}", path.display()))
+            KernelError::from(error).about(format_args!("network namespace {}", path.display()))
         };
         File::open(path).map(Self).map_err(explain)
     }

@@ -3,7 +3,7 @@
 //!
 //! rtnetlink handles a request inside the system call `send`, which may block on the kernel's RTNL
 //! lock. When the call returns, the answer is in the receive buffer. So this module receives
-//! without blocking, and a missing answer is an error (`EBADMSG`).
+//! without blocking, and a missing answer is an error ([`KernelError::Unreadable`]).
 
 mod dump;
 
@@ -17,7 +17,7 @@ use neli::consts::socket::{Msg, NlFamily};
 use neli::socket::NlSocket;
 use neli::utils::Groups;
 
-use crate::transport::wire::{EBADMSG, ERROR, Message, Messages, messages, outcome};
+use crate::transport::wire::{ERROR, Message, Messages, messages, outcome};
 
 /// The largest datagram of a dump, in bytes. Other answers are far smaller.
 const RECEIVE_BUFFER: usize = 32 << 10;
@@ -103,7 +103,7 @@ impl Socket {
 
     /// Sends all `requests` with one system call. The kernel must answer each with one message.
     /// Returns an answer for each. Requests that fail with a transient error are repeated. The
-    /// error is `EBADMSG` if `read` returned `None`.
+    /// error is [`KernelError::Unreadable`] if `read` returned `None`.
     pub(crate) fn ask_each<T>(
         &mut self,
         requests: &mut Messages,
@@ -111,16 +111,16 @@ impl Socket {
     ) -> Vec<Result<T, KernelError>> {
         self.try_each(requests, |socket, requests, part| {
             let mut left = part.len();
+            let without_answer = KernelError::Unreadable { detail: None };
             let answer = |message: &Message<'_>| {
                 if message.kind == ERROR {
                     outcome(message)?;
-                    return Err(KernelError::new(EBADMSG));
+                    return Err(without_answer.clone());
                 }
                 let unreadable = "the kernel's answer cannot be understood";
-                read(message).ok_or_else(|| KernelError::explained(EBADMSG, unreadable))
+                read(message).ok_or_else(|| KernelError::unreadable(unreadable))
             };
-            let mut answers: Vec<_> =
-                part.clone().map(|_| Err(KernelError::new(EBADMSG))).collect();
+            let mut answers: Vec<_> = part.clone().map(|_| Err(without_answer.clone())).collect();
             socket.exchange(requests, part, NlmF::empty(), |n, message| {
                 answers[n] = answer(message);
                 left -= 1;
@@ -146,7 +146,7 @@ impl Socket {
         });
         match exchanged {
             // No more answers wait, so all were read.
-            Err(error) if error.errno == EBADMSG => Ok(results),
+            Err(error) if error.is_unreadable() => Ok(results),
             exchanged => exchanged.map(|()| results),
         }
     }
@@ -226,13 +226,14 @@ impl Socket {
 }
 
 /// Receives one datagram to the start of `buffer` and returns its length. Never blocks. The error
-/// is `EBADMSG` if no datagram waits, and `EMSGSIZE` if the datagram is longer than `buffer`.
+/// is [`KernelError::Unreadable`] if no datagram waits, and `EMSGSIZE` if the datagram is longer
+/// than `buffer`.
 fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelError> {
     loop {
         match socket.recv(&mut *buffer, Msg::DONTWAIT | Msg::TRUNC) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Err(KernelError::explained(EBADMSG, "the kernel did not answer"));
+                return Err(KernelError::unreadable("the kernel did not answer"));
             }
             Err(error) => return Err(error.into()),
             Ok((len, _)) if len > buffer.len() => {
@@ -259,5 +260,5 @@ fn take_each(
 
 /// Whether the same request may succeed when it is repeated.
 fn is_transient(error: &KernelError) -> bool {
-    matches!(error.errno, EINTR | EAGAIN | ENOBUFS)
+    matches!(error.errno(), Some(EINTR | EAGAIN | ENOBUFS))
 }

@@ -8,7 +8,6 @@ use std::ops::Range;
 
 use flannel_core::kernel::KernelError;
 use flannel_core::object::MacAddr;
-pub(crate) use libc::EBADMSG;
 use neli::consts::nl::NlmF;
 
 /// `NLMSG_ERROR`.
@@ -173,7 +172,7 @@ pub(crate) fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<Message<'
         });
         Some(message.ok_or_else(|| {
             rest = &[];
-            KernelError::explained(EBADMSG, "the kernel sent a message that is cut short")
+            KernelError::unreadable("the kernel sent a message that is cut short")
         }))
     })
 }
@@ -199,7 +198,7 @@ pub(crate) fn outcome(message: &Message<'_>) -> Result<(), KernelError> {
     if errno == 0 {
         return Ok(());
     }
-    Err(KernelError {
+    Err(KernelError::Errno {
         errno: errno.wrapping_neg(),
         detail: error_text(message).filter(|_| message.flags.contains(NlmF::ACK_TLVS)),
     })

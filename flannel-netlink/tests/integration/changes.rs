@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::kernel::{
-    Changes, Footprint, Invalidation, KernelEvent, ProcessNames, RouteAnswer,
+    Changes, Footprint, Invalidation, KernelEvent, Outcome, ProcessNames, RouteAnswer,
 };
 use flannel_core::object::{
     Addr, Change, Fdb, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State, Via,
@@ -217,7 +217,7 @@ pub(crate) async fn a_put_fdb_entry_is_reported_as_it_is() {
     let fdb: Object = Fdb { link: link("flannel.1"), mac, dst: address("192.0.2.9") }.into();
     let footprint = Footprint { links: [link("flannel.1")].into(), ..Footprint::default() };
     for _ in 0..2 {
-        assert_eq!(kernel.apply(&footprint, &[Change::Put(fdb.clone())]), [Ok(())]);
+        assert_eq!(kernel.apply(&footprint, &[Change::Put(fdb.clone())]), [Outcome::Done]);
     }
     bridge("fdb replace 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
     ip("nexthop add id 9 via 192.0.2.9 dev up0");
@@ -248,7 +248,7 @@ fn the_process_that_made_a_change_is_named_if_it_still_runs() {
         let other = NetlinkKernel::open().unwrap();
         let kernel = uplink();
         let mut changes = kernel.changes().unwrap();
-        assert!(other.apply(&Footprint::default(), &[Change::Put(route(9))])[0].is_ok());
+        assert!(other.apply(&Footprint::default(), &[Change::Put(route(9))])[0].is_done());
         let changed_by = changed_by(&mut *changes, KernelEvent::Present(route(9))).await.unwrap();
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
         // The caller looks up the name, on a thread that may block.
@@ -262,7 +262,7 @@ fn the_process_that_made_a_change_is_named_if_it_still_runs() {
         assert_eq!(changed_by.protocol, Some(flannel_core::kernel::ROUTE_PROTOCOL));
         // A second socket has another port id, which is no process id.
         let second = NetlinkKernel::open().unwrap();
-        assert!(second.apply(&Footprint::default(), &[Change::Put(neigh(9))])[0].is_ok());
+        assert!(second.apply(&Footprint::default(), &[Change::Put(neigh(9))])[0].is_done());
         let changed_by =
             self::changed_by(&mut *changes, KernelEvent::Present(neigh(9))).await.unwrap();
         assert_eq!((kernel.name(changed_by.port), changed_by.protocol), (None, None));
@@ -409,8 +409,8 @@ fn our_own_changes_are_not_reported_however_many() {
         let mut changes = kernel.changes().unwrap();
         let ours: Vec<Change> =
             (0..50_000).flat_map(|n| [neigh(n), route(n)]).map(Change::Put).collect();
-        assert!(kernel.apply(&footprint, &ours).iter().all(Result::is_ok));
-        assert!(other.apply(&footprint, &[Change::Put(neigh(60_000))])[0].is_ok());
+        assert!(kernel.apply(&footprint, &ours).iter().all(Outcome::is_done));
+        assert!(other.apply(&footprint, &[Change::Put(neigh(60_000))])[0].is_done());
         let before = until(&mut *changes, reports(KernelEvent::Present(neigh(60_000)))).await;
         // At the same time the kernel itself changes only links and their link-local addresses.
         let about_ours = |report: &KernelEvent| match report {
@@ -448,17 +448,17 @@ fn lost_messages_invalidate_everything() {
             assert!(round < 100, "the listener's buffer does not overflow");
             let theirs: Vec<Change> =
                 (0..20_000).map(|n| Change::Put(neigh(n + round % 2))).collect();
-            assert!(other.apply(&footprint, &theirs).iter().all(Result::is_ok));
+            assert!(other.apply(&footprint, &theirs).iter().all(Outcome::is_done));
             let gone: Vec<Change> =
                 (0..20_000).map(|n| Change::Delete(neigh(n + round % 2))).collect();
-            assert!(other.apply(&footprint, &gone).iter().all(Result::is_ok));
+            assert!(other.apply(&footprint, &gone).iter().all(Outcome::is_done));
             if round >= 4 {
                 break;
             }
         }
         until(&mut *changes, |invalidation| *invalidation == Invalidation::Everything).await;
         // Later changes are reported again.
-        assert!(other.apply(&footprint, &[Change::Put(neigh(70_000))])[0].is_ok());
+        assert!(other.apply(&footprint, &[Change::Put(neigh(70_000))])[0].is_done());
         until(&mut *changes, reports(KernelEvent::Present(neigh(70_000)))).await;
     });
 }
@@ -477,8 +477,8 @@ fn one_process_manages_two_namespaces() {
             ..Footprint::default()
         };
         let mut changes = kernels[1].changes().unwrap();
-        assert!(kernels[0].apply(&footprint, &[Change::Put(route(1))])[0].is_ok());
-        assert!(kernels[1].apply(&footprint, &[Change::Put(route(2))])[0].is_ok());
+        assert!(kernels[0].apply(&footprint, &[Change::Put(route(1))])[0].is_done());
+        assert!(kernels[1].apply(&footprint, &[Change::Put(route(2))])[0].is_done());
         assert_eq!(
             kernels[0].snapshot(&footprint).unwrap().iter().collect::<Vec<_>>(),
             [&route(1)]
@@ -527,7 +527,11 @@ fn metrics_that_an_event_shows_are_removed_by_a_put() {
             Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
         let ours = Route { dst: "10.1.2.0/24".parse().unwrap(), via: Via::Nexthop(9), mtu: None };
         let put = |object: Object| {
-            kernel.apply(&Footprint::default(), &[Change::Put(object)]).remove(0).unwrap();
+            kernel
+                .apply(&Footprint::default(), &[Change::Put(object)])
+                .remove(0)
+                .into_result()
+                .unwrap();
         };
         put(nexthop.into());
         let mut changes = kernel.changes().unwrap();
@@ -549,7 +553,8 @@ fn a_second_route_of_ours_with_another_path_is_removed() {
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
         let footprint =
             Footprint { links: [link("flannel.1")].into(), networks, ..Footprint::default() };
-        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
+        let change =
+            |change: Change| kernel.apply(&footprint, &[change]).remove(0).into_result().unwrap();
         change(Change::Put(
             Nexthop { id: 9, link: link("flannel.1"), gateway: address("10.1.7.0"), onlink: true }
                 .into(),
@@ -660,7 +665,8 @@ fn a_foreign_route_in_front_of_ours_that_a_put_does_not_replace_is_removed() {
         let networks = vec!["fd00:1::/48".parse().unwrap()];
         let footprint =
             Footprint { networks, routes_on: [link("up0")].into(), ..Footprint::default() };
-        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
+        let change =
+            |change: Change| kernel.apply(&footprint, &[change]).remove(0).into_result().unwrap();
         let dst = "fd00:1:0:7::/64";
         let via =
             Via::Gateway { gateway: address("2001:db8::9"), link: link("up0"), onlink: false };
@@ -747,7 +753,7 @@ fn all_routes_around_ours_that_hide_it_or_are_ours_too_are_removed() {
             kernel.snapshot(&footprint).unwrap();
             let via = Via::Gateway { gateway: address(gateway), link: link("up0"), onlink: false };
             let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
-            kernel.apply(&footprint, &[Change::Put(ours.clone())]).remove(0).unwrap();
+            kernel.apply(&footprint, &[Change::Put(ours.clone())]).remove(0).into_result().unwrap();
             let shown = ip(&format!("-{family} route show {dst}"));
             assert_eq!(shown.lines().count(), 1, "{shown}");
             let there = kernel.snapshot(&footprint).unwrap();
@@ -771,7 +777,7 @@ fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
         let footprint = Footprint { blackholes: true, networks, ..Footprint::default() };
         let change = |kernel: &NetlinkKernel, change: Change| {
-            kernel.apply(&footprint, &[change]).remove(0).unwrap();
+            kernel.apply(&footprint, &[change]).remove(0).into_result().unwrap();
         };
         let mut changes = kernel.changes().unwrap();
         kernel.snapshot(&footprint).unwrap();
@@ -833,7 +839,7 @@ fn a_last_resort_route_does_not_stay_behind_ours_however_it_was_noted() {
                 change(&kernel, Change::Put(ours.clone()));
                 add_behind();
                 let of_another = Footprint { networks: Vec::new(), ..footprint.clone() };
-                kernel.apply(&of_another, &[Change::Delete(ours)]).remove(0).unwrap();
+                kernel.apply(&of_another, &[Change::Delete(ours)]).remove(0).into_result().unwrap();
                 assert!(
                     shown().lines().count() == 1 && shown().contains("blackhole"),
                     "{}",

@@ -4,7 +4,7 @@
 
 use std::net::IpAddr;
 
-use flannel_core::kernel::Footprint;
+use flannel_core::kernel::{Footprint, Outcome};
 use flannel_core::object::{Change, Object, Route, Via};
 use flannel_core::{Kernel, Subnet};
 use flannel_netlink::NetlinkKernel;
@@ -36,10 +36,10 @@ fn foreign_routes_take_no_memory() {
         };
         for from in (0..ROUTES).step_by(100) {
             let changes: Vec<_> = (from..from + 100).map(|n| Change::Put(route(n))).collect();
-            assert!(kernel.apply(&footprint, &changes).iter().all(Result::is_ok));
+            assert!(kernel.apply(&footprint, &changes).iter().all(Outcome::is_done));
         }
         let ours = Route { dst: "10.1.7.0/24".parse().unwrap(), via: Via::Blackhole, mtu: None };
-        assert!(kernel.apply(&footprint, &[Change::Put(ours.into())])[0].is_ok());
+        assert!(kernel.apply(&footprint, &[Change::Put(ours.into())])[0].is_done());
         // Sets the peak to the current value.
         std::fs::write("/proc/self/clear_refs", "5").unwrap();
         let before = memory("VmRSS:");

@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use flannel_core::kernel::{Footprint, Invalidation};
+use flannel_core::kernel::{Footprint, Invalidation, Outcome};
 use flannel_core::object::{
     Addr, Change, Fou, Link, LinkKind, LinkName, Object, Route, State, Tun, Via,
 };
@@ -47,8 +47,8 @@ fn objects(node: u8, port: u16, one_port: bool) -> Vec<Object> {
 
 fn put(kernel: &NetlinkKernel, objects: &[Object]) {
     let changes: Vec<Change> = objects.iter().cloned().map(Change::Put).collect();
-    for (change, result) in changes.iter().zip(kernel.apply(&footprint(), &changes)) {
-        result.unwrap_or_else(|error| panic!("{change}: {error}"));
+    for (change, outcome) in changes.iter().zip(kernel.apply(&footprint(), &changes)) {
+        assert_eq!(outcome, Outcome::Done, "{change}");
     }
 }
 
@@ -99,7 +99,7 @@ fn datagrams_carry_packets_alone() {
             let mut gone = theirs.clone();
             gone.truncate(1);
             let deletion = Change::Delete(gone.remove(0));
-            far.apply(&footprint(), &[deletion]).remove(0).unwrap();
+            far.apply(&footprint(), &[deletion]).remove(0).into_result().unwrap();
             assert_state(&far, &[]);
             let netns = File::open("/run/netns/far").unwrap();
             let inbox = std::thread::scope(|scope| {
@@ -117,7 +117,7 @@ fn datagrams_carry_packets_alone() {
             assert_eq!(&datagram[len - 6..len], b"packet");
             let error = {
                 let changes = [Change::Put(theirs[0].clone())];
-                far.apply(&footprint(), &changes).remove(0).unwrap_err().to_string()
+                far.apply(&footprint(), &changes).remove(0).into_result().unwrap_err().to_string()
             };
             assert!(error.contains("UDP port 8285 is in use"), "{error}");
             drop(inbox);
@@ -138,8 +138,9 @@ fn datagrams_carry_packets_alone() {
             // The old port is closed also if a program has the new one.
             let taken = UdpSocket::bind((here, 9000)).unwrap();
             let moved = objects(1, 9000, false);
-            let result = near.apply(&footprint(), &[Change::Put(moved[0].clone())]).remove(0);
-            assert!(result.is_err() && ip("fou show").is_empty(), "{}", ip("fou show"));
+            let outcome = near.apply(&footprint(), &[Change::Put(moved[0].clone())]).remove(0);
+            assert!(matches!(outcome, Outcome::Failed(_)), "{outcome:?}");
+            assert_eq!(ip("fou show"), "");
             drop(taken);
             put(&near, &ours);
             assert_state(&near, &ours);
@@ -175,7 +176,7 @@ fn datagrams_carry_packets_alone() {
             // A port that receives from one host is another one.
             ip(&format!("fou add port 8285 ipproto 4 local {here} peer {there} peer_port 8285"));
             let error = near.apply(&footprint(), &[Change::Put(ours[0].clone())]).remove(0);
-            let error = error.unwrap_err().to_string();
+            let error = error.into_result().unwrap_err().to_string();
             assert!(error.contains("ip fou show"), "{error}");
             ip(&format!("fou del port 8285 local {here} peer {there} peer_port 8285"));
             put(&near, &ours);
@@ -183,11 +184,11 @@ fn datagrams_carry_packets_alone() {
 
             // Another tunnel for the same packets is named.
             let deletion = [Change::Delete(ours[0].clone())];
-            near.apply(&footprint(), &deletion).remove(0).unwrap();
+            near.apply(&footprint(), &deletion).remove(0).into_result().unwrap();
             assert_eq!(ip("fou show"), "");
             ip(&format!("link add foreign0 type ipip local {here} dev up0"));
             let error = near.apply(&footprint(), &[Change::Put(ours[0].clone())]).remove(0);
-            let error = error.unwrap_err().to_string();
+            let error = error.into_result().unwrap_err().to_string();
             assert!(error.contains("foreign0"), "{error}");
             ip("link del foreign0");
 
@@ -203,7 +204,7 @@ fn datagrams_carry_packets_alone() {
             // The device that another program serves has the same name.
             let tun = Link { name: name(), mtu: 1400, up: true, kind: LinkKind::Tun(Tun) };
             let waits = near.apply(&footprint(), &[Change::Put(tun.into())]).remove(0);
-            assert!(waits.unwrap_err().is_started());
+            assert_eq!(waits, Outcome::Started);
             assert_state(&near, &[]);
             ip("tuntap add flannel0 mode tun multi_queue vnet_hdr");
             put(&near, &ours);
@@ -219,7 +220,7 @@ fn datagrams_carry_packets_alone() {
             delete_module(c"fou", DeleteModuleFlags::O_NONBLOCK).unwrap();
             let there = near.snapshot(&footprint()).unwrap();
             assert!(there.is_inexact(&ours[0].key()));
-            near.apply(&footprint(), &deletion).remove(0).unwrap();
+            near.apply(&footprint(), &deletion).remove(0).into_result().unwrap();
             assert_state(&near, &[]);
         });
     });

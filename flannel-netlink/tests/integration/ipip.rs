@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 
 use flannel_core::Kernel;
-use flannel_core::kernel::Footprint;
+use flannel_core::kernel::{Footprint, Outcome};
 use flannel_core::object::{Change, Ipip, Link, LinkKind, Nexthop, Object, Route, State, Via};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns, ip};
@@ -25,8 +25,8 @@ fn device(local: Ipv4Addr) -> Link {
 
 fn put(kernel: &NetlinkKernel, objects: &[Object]) {
     let changes: Vec<Change> = objects.iter().cloned().map(Change::Put).collect();
-    for (change, result) in changes.iter().zip(kernel.apply(&footprint(), &changes)) {
-        result.unwrap_or_else(|error| panic!("{change}: {error}"));
+    for (change, outcome) in changes.iter().zip(kernel.apply(&footprint(), &changes)) {
+        assert_eq!(outcome, Outcome::Done, "{change}");
     }
 }
 
@@ -87,12 +87,13 @@ fn devices_are_changed_in_place() {
             assert_state(&kernel, &all(SECOND));
 
             let changes = [Change::Delete(device(SECOND).into())];
-            kernel.apply(&footprint(), &changes).remove(0).unwrap();
+            kernel.apply(&footprint(), &changes).remove(0).into_result().unwrap();
             assert_state(&kernel, &[]);
             // Only one device can have the address. Another one is not known to be ours.
             ip("link add balancer type ipip local 192.0.2.2");
             let changes = [Change::Put(device(SECOND).into())];
-            let error = kernel.apply(&footprint(), &changes).remove(0).unwrap_err().to_string();
+            let outcome = kernel.apply(&footprint(), &changes).remove(0);
+            let error = outcome.into_result().unwrap_err().to_string();
             assert!(error.contains("balancer has the local address 192.0.2.2"), "{error}");
             assert!(ip("link show balancer").contains("state DOWN"), "it is as it was");
             ip("link del balancer");

@@ -1,8 +1,8 @@
 //! Batches are atomic. Changes by other programs are reported, our own are not.
 
+use libc::{EINVAL, EMSGSIZE, ENOENT, EOPNOTSUPP};
 use std::time::Duration;
 
-use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{
     Batch, Kind, Make, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
@@ -50,7 +50,7 @@ fn a_batch_is_atomic() {
         table(&mut batch, DELTABLE, Make::Nothing, "absent");
         table(&mut batch, NEWTABLE, Make::Create, "two");
         let refused = socket.commit(batch).unwrap_err();
-        assert_eq!((refused.change, refused.error.errno), (Some(1), 2), "{refused:?}");
+        assert!(refused.change == Some(1) && refused.error.is(ENOENT), "{refused:?}");
         assert_eq!(tables(&mut socket), Vec::<String>::new());
         let mut batch = Batch::new(NFTABLES);
         for name in ["one", "two", "one"] {
@@ -66,11 +66,11 @@ fn a_batch_is_atomic() {
 fn a_batch_has_room_for_200_changes() {
     in_netns_async(|| async {
         let mut socket = NetfilterSocket::open().unwrap();
-        for (changes, expected) in [(200, None), (201, Some((None, 90)))] {
+        for (changes, expected) in [(200, None), (201, Some((None, Some(EMSGSIZE))))] {
             let mut batch = Batch::new(NFTABLES);
             (0..changes).for_each(|_| table(&mut batch, NEWTABLE, Make::Create, "one"));
             let refused = socket.commit(batch).err();
-            let refused = refused.map(|refused| (refused.change, refused.error.errno));
+            let refused = refused.map(|refused| (refused.change, refused.error.errno()));
             assert_eq!(refused, expected, "{changes}");
         }
     });
@@ -95,10 +95,8 @@ fn a_missing_subsystem_refuses_the_whole_batch() {
         let mut batch = Batch::new(15);
         table(&mut batch, NEWTABLE, Make::Create, "one");
         let refused = NetfilterSocket::open().unwrap().commit(batch).unwrap_err();
-        assert!(
-            matches!(refused, Refused { change: None, error: KernelError { errno: 22 | 95, .. } }),
-            "{refused:?}"
-        );
+        let Refused { change: None, error } = refused else { panic!("{refused:?}") };
+        assert!(error.is(EINVAL) || error.is(EOPNOTSUPP), "{error}");
     });
 }
 

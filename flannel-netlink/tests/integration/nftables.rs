@@ -162,7 +162,7 @@ fn a_table_is_made_once_and_a_chain_keeps_its_rules() {
         assert_eq!((head.flags, head.uses), (0, 1));
         let mut new = batch();
         TABLE.make_new(&mut new, &"a comment that is cut, ".repeat(20));
-        assert_eq!(KernelError::from(socket.commit(new).unwrap_err()).errno, EEXIST);
+        assert!(KernelError::from(socket.commit(new).unwrap_err()).is(EEXIST));
         let mut anew = batch();
         TABLE.remove(&mut anew);
         TABLE.make_new(&mut anew, &"a comment that is cut, ".repeat(20));

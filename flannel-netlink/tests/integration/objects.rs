@@ -1,12 +1,13 @@
 //! Every kind of object is created, changed in place, put again and deleted. iproute2 shows the
 //! result.
 
+use libc::{EEXIST, ENETUNREACH, ENODEV};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use flannel_core::Kernel;
 use flannel_core::address::Family;
-use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
+use flannel_core::kernel::{Footprint, KernelError, NexthopBlock, Outcome};
 use flannel_core::object::{
     Addr, Change, Fdb, Link, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State, Via, Vxlan,
 };
@@ -78,7 +79,7 @@ fn link(mtu: u32, up: bool, vxlan: Vxlan) -> Link {
 }
 
 fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
-    kernel.apply(&footprint(), &[change]).remove(0)
+    kernel.apply(&footprint(), &[change]).remove(0).into_result()
 }
 
 /// Puts the object twice, and checks that a snapshot has it.
@@ -294,7 +295,7 @@ fn a_renamed_device_gets_its_name_back_and_keeps_its_objects() {
             // A foreign device stays, and the error names it.
             ip("link set flannel.1 name stray0 address 0a:00:00:00:00:99");
             let error = apply(kernel, Change::Put(wanted.into())).unwrap_err();
-            assert_eq!(error.errno, 17);
+            assert!(error.is(EEXIST), "{error}");
             assert!(
                 error.to_string().contains("stray0 has the VNI 1 and the UDP port 8472"),
                 "{error}"
@@ -312,7 +313,7 @@ fn a_foreign_device_with_the_name_of_ours_stays() {
         ip("addr add 10.1.0.1/24 dev flannel.1");
         ip("link set flannel.1 up");
         let error = apply(&kernel, Change::Put(device(Family::V4).0.into())).unwrap_err();
-        assert_eq!(error.errno, 17);
+        assert!(error.is(EEXIST), "{error}");
         assert!(
             error.to_string().contains("flannel.1") && error.to_string().contains("bridge"),
             "{error}"
@@ -490,8 +491,8 @@ fn of_several_prefix_lengths_in_one_call_the_last_one_stays() {
             let addr = |len| {
                 Change::Put(Addr { link: name("flannel.1"), address: address(text), len }.into())
             };
-            let results = kernel.apply(&footprint(), &[addr(len - 8), addr(len - 4), addr(len)]);
-            assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
+            let outcomes = kernel.apply(&footprint(), &[addr(len - 8), addr(len - 4), addr(len)]);
+            assert_eq!(outcomes, vec![Outcome::Done; 3]);
             assert!(shown_addresses().ends_with(&[(text.to_owned(), u64::from(len))]));
         }
         assert_eq!(shown_addresses().len(), 2);
@@ -656,7 +657,7 @@ fn tables_of_any_length_are_read_completely() {
             for (from, to) in [(0, 500), (500, 5_000)] {
                 let new: Vec<Object> = (from..to).map(object).collect();
                 let puts: Vec<Change> = new.iter().cloned().map(Change::Put).collect();
-                assert!(kernel.apply(&footprint(), &puts).iter().all(Result::is_ok));
+                assert!(kernel.apply(&footprint(), &puts).iter().all(Outcome::is_done));
                 want.extend(new);
                 // The second snapshot would show messages that the first one left unread.
                 for _ in 0..2 {
@@ -712,7 +713,7 @@ fn nexthops_are_read_while_other_programs_change_theirs() {
         };
         let ids = (0..COUNT).map(|n| block.unwrap().first() + n);
         let ours: Vec<Change> = ids.map(|id| Change::Put(nexthop(id, 7))).collect();
-        kernel.apply(&footprint, &ours).into_iter().for_each(Result::unwrap);
+        assert!(kernel.apply(&footprint, &ours).iter().all(Outcome::is_done));
         let (over, theirs) = (AtomicBool::new(false), NetlinkKernel::open().unwrap());
         std::thread::scope(|scope| {
             let churn = scope.spawn(|| {
@@ -835,17 +836,18 @@ fn a_failure_in_the_middle_of_a_batch_affects_no_other_change() {
         };
         let mut changes: Vec<Change> = (0..250).map(|n| route(n, n != 100)).collect();
         changes.insert(200, Change::Put(missing.into()));
-        let results = kernel.apply(&footprint(), &changes);
-        assert_eq!(results.len(), 251);
-        let failed: Vec<usize> = (0..251).filter(|n| results[*n].is_err()).collect();
+        let outcomes = kernel.apply(&footprint(), &changes);
+        assert_eq!(outcomes.len(), 251);
+        let failed: Vec<usize> = (0..251).filter(|n| !outcomes[*n].is_done()).collect();
         assert_eq!(failed, [100, 200]);
-        let error = results[100].as_ref().unwrap_err();
-        assert_eq!(error.errno, 101, "ENETUNREACH");
+        let Outcome::Failed(error) = &outcomes[100] else { panic!("{:?}", outcomes[100]) };
+        assert!(error.is(ENETUNREACH), "{error}");
         assert!(
-            error.detail.as_ref().is_some_and(|text| text.contains("gateway")),
+            error.detail().is_some_and(|text| text.contains("gateway")),
             "the kernel's text: {error}"
         );
-        assert_eq!(results[200], Err(KernelError::explained(19, "no interface named flannel.9")));
+        let absent = KernelError::explained(ENODEV, "no interface named flannel.9");
+        assert_eq!(outcomes[200], Outcome::Failed(absent));
         let shown = json_of(&ip("-j route show dev flannel.1 proto 241"));
         assert_eq!(shown.as_array().unwrap().len(), 249);
     });

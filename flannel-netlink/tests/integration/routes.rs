@@ -1,12 +1,15 @@
 //! Routes of every form, also to destinations for which other programs have routes.
 
+use libc::EBUSY;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::Duration;
 use test_support::eventually;
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::kernel::{Footprint, NexthopBlock, RouteAnswer};
+use flannel_core::kernel::{
+    Footprint, GoRouteKernel, GoRoutes, NexthopBlock, Outcome, RouteAnswer,
+};
 use flannel_core::object::{Change, Key, LinkName, Nexthop, Object, Route, Via};
 use flannel_core::{Kernel, Subnet};
 use flannel_netlink::testing::{Netns, in_netns, ip};
@@ -90,8 +93,8 @@ impl Scene {
     }
 
     fn apply(&self, change: &Change) {
-        let result = self.kernel.apply(&self.footprint(), std::slice::from_ref(change)).remove(0);
-        result.unwrap_or_else(|error| panic!("{change}: {error}"));
+        let outcomes = self.kernel.apply(&self.footprint(), std::slice::from_ref(change));
+        assert_eq!(outcomes, [Outcome::Done], "{change}");
     }
 
     fn found(&self) -> Option<Object> {
@@ -259,13 +262,24 @@ fn a_route_of_ours_with_more_attributes_is_repaired_or_deleted() {
             let more = [("", true), (" advmss 1000", false), (" src SOURCE", false)];
             for (more, is_found) in more.into_iter().chain(scope) {
                 scene.foreign(&format!("route add DST via FIVE dev up0{more}"));
-                let len =
+                let lens =
                     Dual::from_fn(|family| (family == scene.family).then_some(scene.dst().len()));
-                let footprint =
-                    Footprint { go_routes: Some(len), blackholes: false, ..scene.footprint() };
-                let found = scene.kernel.snapshot(&footprint).unwrap();
-                assert_eq!(found.get(&Key::Route(scene.dst())).is_some(), is_found, "{more}");
-                scene.foreign("route del DST");
+                let Footprint { networks, routes_on, .. } = scene.footprint();
+                let which = GoRoutes { links: routes_on, networks, lens };
+                let found = scene.kernel.go_routes(&which).unwrap();
+                assert_eq!(found.iter().any(|found| found.dst == scene.dst()), is_found, "{more}");
+                // Our route takes its place.
+                if is_found {
+                    scene.foreign("route replace DST via FIVE dev up0 proto 241");
+                    assert_eq!(scene.kernel.delete_go_routes(&found), [Outcome::Done]);
+                    let shown = ip(&format!("-N route show {}", scene.dst()));
+                    assert!(shown.contains("proto 241"), "{shown}");
+                    scene.foreign("route replace DST via FIVE dev up0");
+                    assert_eq!(scene.kernel.delete_go_routes(&found), [Outcome::Done]);
+                    assert_eq!(scene.kernel.go_routes(&which).unwrap(), []);
+                } else {
+                    scene.foreign("route del DST");
+                }
             }
         });
     });
@@ -282,7 +296,7 @@ fn a_last_resort_route_leaves_foreign_ipv6_routes_to_its_destination() {
         scene.kernel.snapshot(&footprint).unwrap();
         let route = Route { dst: scene.dst(), via: Via::LastResort, mtu: None };
         let put = Change::Put(route.into());
-        assert_eq!(scene.kernel.apply(&footprint, &[put]), [Ok(())]);
+        assert_eq!(scene.kernel.apply(&footprint, &[put]), [Outcome::Done]);
         let shown = ip(&format!("-6 route show {}", scene.dst()));
         assert!(shown.contains("dev tun0 proto static"), "{shown}");
     });
@@ -362,8 +376,8 @@ fn step_aside(scene: &Scene, there: usize, foreign: &str) {
         scene.foreign(foreign);
     }
     let changes = [plain.into(), nexthop.into(), by_id.into()].map(Change::Put);
-    let results = scene.kernel.apply(&scene.footprint(), &changes);
-    assert_eq!(results, [Ok(()), Ok(()), Ok(())], "{there} {foreign}");
+    let outcomes = scene.kernel.apply(&scene.footprint(), &changes);
+    assert_eq!(outcomes, vec![Outcome::Done; 3], "{there} {foreign}");
     let shown = ip(&format!("-N route show {}", scene.dst()));
     assert_eq!(shown.matches("proto 241").count(), 1, "{there} {foreign}: {shown}");
     let found = scene.kernel.snapshot(&scene.footprint()).unwrap();
@@ -399,13 +413,13 @@ fn hide_a_step(scene: &Scene, case: usize, foreign: &[&str]) {
     for gateway in foreign {
         scene.foreign(&format!("route prepend DST via {gateway} dev up0"));
     }
-    let results =
+    let outcomes =
         scene.kernel.apply(&scene.footprint(), &[step.into(), last.into()].map(Change::Put));
     let arrives = last != nowhere;
     assert_eq!(
-        results.iter().map(Result::is_ok).collect::<Vec<_>>(),
+        outcomes.iter().map(Outcome::is_done).collect::<Vec<_>>(),
         [true, arrives],
-        "{results:?}"
+        "{outcomes:?}"
     );
     let shown = ip(&format!("-N route show {}", scene.dst()));
     let ours: Vec<&str> = shown.lines().filter(|line| line.contains("proto 241")).collect();
@@ -445,7 +459,7 @@ fn routes_survive_when_a_group_is_replaced_by_their_nexthop() {
                 Change::Put(sent.into()),
                 Change::Delete(left.into()),
             ];
-            assert_eq!(scene.kernel.apply(&scene.footprint(), &changes), [Ok(()), Ok(()), Ok(())]);
+            assert_eq!(scene.kernel.apply(&scene.footprint(), &changes), vec![Outcome::Done; 3]);
             let state = scene.kernel.snapshot(&scene.footprint()).unwrap();
             assert_eq!(state.get(&Key::Nexthop(id)), Some(&nexthop.into()));
             let routes = state.iter().filter(|object| matches!(object, Object::Route(_)));
@@ -456,7 +470,7 @@ fn routes_survive_when_a_group_is_replaced_by_their_nexthop() {
             scene.foreign(&format!("route add DST nhid {id} proto 241"));
             let refused =
                 scene.kernel.apply(&scene.footprint(), &[Change::Put(bad.into())]).remove(0);
-            let text = refused.unwrap_err().to_string();
+            let text = refused.into_result().unwrap_err().to_string();
             assert!(!text.contains("group"), "{text}");
             assert_eq!(scene.found(), Some(sent.into()), "a refused nexthop deletes no route");
         });
@@ -554,7 +568,7 @@ fn foreign_users_of_a_nexthop_are_found_and_not_deleted_with_it() {
                         panic!("{other}: {report:#?}")
                     };
                     assert!(
-                        kept.id == id && why.errno == 16 && why.to_string().contains(expected),
+                        kept.id == id && why.is(EBUSY) && why.to_string().contains(expected),
                         "{why}"
                     );
                 }
@@ -738,7 +752,7 @@ fn five_thousand_routes_are_read_completely_while_other_routes_change() {
                 networks: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/16".parse().unwrap()],
                 ..scene.footprint()
             };
-            assert!(scene.kernel.apply(&footprint, &puts).iter().all(Result::is_ok));
+            assert!(scene.kernel.apply(&footprint, &puts).iter().all(Outcome::is_done));
             let other = NetlinkKernel::open().unwrap();
             let flapping = [route(6000), route(6001)].map(Object::from);
             let stop = std::sync::atomic::AtomicBool::new(false);

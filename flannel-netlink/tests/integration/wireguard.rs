@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use flannel_core::Kernel;
 use flannel_core::address::Dual;
-use flannel_core::kernel::{Changes, Footprint, Invalidation, KernelEvent};
+use flannel_core::kernel::{Changes, Footprint, Invalidation, KernelEvent, Outcome};
 use flannel_core::object::{
     Addr, Change, Key, Link, LinkName, Object, Peer, PeerAttributes, PublicKey, Route, Secret,
     State, Via, Wireguard,
@@ -71,8 +71,8 @@ impl End {
 
     fn put(&self, objects: &[Object]) {
         let changes: Vec<Change> = objects.iter().cloned().map(Change::Put).collect();
-        for (change, result) in changes.iter().zip(self.kernel.apply(&footprint(), &changes)) {
-            result.unwrap_or_else(|error| panic!("{change}: {error}"));
+        for (change, outcome) in changes.iter().zip(self.kernel.apply(&footprint(), &changes)) {
+            assert_eq!(outcome, Outcome::Done, "{change}");
         }
     }
 
@@ -176,11 +176,11 @@ fn packets_pass_and_changes_by_other_programs_are_undone() {
             assert!(left.attributes.allowed.is_empty(), "{left:?}");
             let delete = |peer: &Peer| Change::Delete(peer.clone().into());
             let changes = [delete(&far.peer()), delete(&far.peer())];
-            assert_eq!(near.kernel.apply(&footprint(), &changes), [Ok(()), Ok(())]);
+            assert_eq!(near.kernel.apply(&footprint(), &changes), [Outcome::Done, Outcome::Done]);
             near.assert_state(&near.objects(moved));
 
             let changes = [Change::Delete(near.device().into())];
-            near.kernel.apply(&footprint(), &changes).remove(0).unwrap();
+            near.kernel.apply(&footprint(), &changes).remove(0).into_result().unwrap();
             near.assert_state(&[]);
             assert!(near.kernel.tunnel(name()).unwrap_err().is_absent());
         });

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use flannel_core::Credential;
 use flannel_subnet_etcd::{EtcdOptions, EtcdOptionsError};
 
 /// The connection to etcd. `Debug` does not show the password.
@@ -60,15 +61,16 @@ impl EtcdFlags {
 
     /// The options of the registry. An empty value counts as not given.
     pub fn options(&self) -> EtcdOptions {
-        let file =
-            |path: &Option<PathBuf>| path.clone().filter(|path| !path.as_os_str().is_empty());
+        let file = |path: &Option<PathBuf>| {
+            path.clone().filter(|path| !path.as_os_str().is_empty()).map(Credential::File)
+        };
         let text = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());
         EtcdOptions {
             endpoints: self.endpoints.iter().map(|endpoint| endpoint.trim().to_owned()).collect(),
             prefix: self.prefix.clone(),
-            cafile: file(&self.cafile),
-            certfile: file(&self.certfile),
-            keyfile: file(&self.keyfile),
+            ca: file(&self.cafile),
+            certificate: file(&self.certfile),
+            key: file(&self.keyfile),
             username: text(&self.username),
             password: text(&self.password),
             ..EtcdOptions::default()

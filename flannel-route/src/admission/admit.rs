@@ -21,8 +21,8 @@ use crate::admission::offer_plan::{Handshakes, OfferPlan, Planned};
 use crate::admission::path_mtus::{PathMtus, lower};
 use crate::admission::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex, Sharing};
 use flannel_core::address::Dual;
-use flannel_core::backend::{Answer, Env};
-use flannel_core::object::{Key, LinkName, Object, Route, Via};
+use flannel_core::backend::{Answer, Env, Reach};
+use flannel_core::object::{Key, Object, Route, Via};
 use flannel_core::status::{Advisory, Listing, Rejection};
 use flannel_core::{Lease, Subnet, Subnets};
 
@@ -98,7 +98,7 @@ impl Admission {
         if let Some(own) = &rules.own {
             public = own.attrs.preferred.public;
             // If all plans reject our own lease, no objects are reserved for it.
-            let unknown = |_| Some(None);
+            let unknown = |_| Some(Reach::NotDirect);
             let ours = OfferPlan::run(
                 &plans,
                 &own.subnets,
@@ -310,7 +310,7 @@ impl Admission {
     }
 
     /// Removes a peer. Returns the answers that its plan got.
-    fn remove(&mut self, id: Id, update: &mut Update) -> BTreeMap<IpAddr, Option<LinkName>> {
+    fn remove(&mut self, id: Id, update: &mut Update) -> BTreeMap<IpAddr, Reach> {
         for other in self.index.neighbours(id, &mut update.expanded) {
             update.dirty.insert(other);
             self.touch_all(other, update);
@@ -361,7 +361,7 @@ mod tests {
     use super::*;
     use flannel_core::backend::Plan;
     use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Revision};
-    use flannel_core::object::{Fdb, MacAddr, Route, Via};
+    use flannel_core::object::{Fdb, LinkName, MacAddr, Route, Via};
     use proptest::prelude::*;
 
     /// A route to every subnet and a forwarding entry for the MAC address that the backend data
@@ -420,8 +420,8 @@ mod tests {
         peers.rules.own.as_ref().map(|own| own.subnets)
     }
 
-    fn no_answer(_: IpAddr) -> Option<Option<LinkName>> {
-        Some(None)
+    fn no_answer(_: IpAddr) -> Option<Reach> {
+        Some(Reach::NotDirect)
     }
 
     fn put(peers: &mut Admission, lease: &Arc<Lease>) -> Vec<Delta> {
@@ -554,7 +554,10 @@ mod tests {
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         put(&mut peers, &lease("10.1.2.0-24", 1, 2, 2));
         let eth0: LinkName = "eth0".parse().unwrap();
-        let one = |address: IpAddr| Some((address == IpAddr::from([192, 0, 2, 1])).then_some(eth0));
+        let near = IpAddr::from([192, 0, 2, 1]);
+        let one = |address: IpAddr| {
+            Some(if address == near { Reach::Direct(eth0) } else { Reach::NotDirect })
+        };
         let recheck = |peers: &mut Admission, under: Option<&str>, answer: &Answer<'_>| {
             let leases = peers.recheck(under.map(|under| under.parse().unwrap()), answer);
             let again = leases.iter().map(|lease| (lease.subnets, Some(lease)));

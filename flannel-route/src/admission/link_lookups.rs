@@ -6,8 +6,7 @@ use std::net::IpAddr;
 
 use crate::admission::peer_index::Id;
 use flannel_core::Subnet;
-use flannel_core::backend::Answer;
-use flannel_core::object::LinkName;
+use flannel_core::backend::{Answer, Reach};
 
 /// The lookups whose answers the plans of peers use.
 #[derive(Debug, Default)]
@@ -18,7 +17,7 @@ pub(crate) struct LinkLookups {
 #[derive(Debug, Default)]
 struct LinkLookup {
     /// The answer that all peers got; `None` if some got another one.
-    answer: Option<Option<LinkName>>,
+    answer: Option<Reach>,
     asked_by: BTreeSet<Id>,
 }
 
@@ -30,12 +29,12 @@ impl LinkLookups {
 
     /// The answer for an address; `None` if no plan looked it up, or the plans got different
     /// answers.
-    pub(crate) fn answer(&self, address: &IpAddr) -> Option<Option<LinkName>> {
+    pub(crate) fn answer(&self, address: &IpAddr) -> Option<Reach> {
         self.lookups.get(address)?.answer
     }
 
     /// Notes that a peer's plan looked up an address.
-    pub(crate) fn asked(&mut self, address: IpAddr, answer: Option<Option<LinkName>>, by: Id) {
+    pub(crate) fn asked(&mut self, address: IpAddr, answer: Option<Reach>, by: Id) {
         let lookup = self.lookups.entry(address).or_default();
         let first = lookup.asked_by.is_empty();
         lookup.answer = answer.filter(|answer| first || lookup.answer == Some(*answer));
@@ -78,15 +77,15 @@ mod tests {
     #[test]
     fn a_peer_with_the_right_answer_is_not_planned_again() {
         let address: IpAddr = [192, 0, 2, 7].into();
-        let eth0: LinkName = "eth0".parse().unwrap();
-        let on_eth0 = |_| Some(Some(eth0));
+        let eth0 = Reach::Direct("eth0".parse().unwrap());
+        let on_eth0 = |_| Some(eth0);
         let mut lookups = LinkLookups::default();
-        lookups.asked(address, Some(Some(eth0)), 1);
-        lookups.asked(address, Some(Some(eth0)), 2);
-        assert_eq!(lookups.answer(&address), Some(Some(eth0)));
+        lookups.asked(address, Some(eth0), 1);
+        lookups.asked(address, Some(eth0), 2);
+        assert_eq!(lookups.answer(&address), Some(eth0));
         assert_eq!(lookups.recheck(None, &on_eth0), BTreeSet::new());
         // One peer got another answer or none. The lookup does not record which peer.
-        for answer in [Some(None), None] {
+        for answer in [Some(Reach::NotDirect), None] {
             lookups.asked(address, answer, 3);
             assert_eq!(lookups.answer(&address), None);
             assert_eq!(
@@ -95,7 +94,7 @@ mod tests {
                 "the kernel has no answer"
             );
             assert_eq!(lookups.recheck(None, &on_eth0), BTreeSet::from([1, 2, 3]));
-            assert_eq!(lookups.answer(&address), Some(Some(eth0)));
+            assert_eq!(lookups.answer(&address), Some(eth0));
         }
         for id in 1..=3 {
             assert!(lookups.are_under(Subnet::host(address)));

@@ -29,7 +29,7 @@ pub(crate) fn lower(objects: &mut [Object], subnets: &Subnets, mtus: &PathMtus) 
 #[cfg(test)]
 mod tests {
     use flannel_core::Lease;
-    use flannel_core::backend::Env;
+    use flannel_core::backend::{Env, Reach};
     use flannel_core::lease::{LeaseAttrs, Offer, Revision};
     use flannel_core::object::{Key, LinkName, Route};
     use flannel_core::status::Rejection;
@@ -80,7 +80,8 @@ mod tests {
         let mtus = mtus.iter().map(|(dst, mtu)| (subnet(dst), *mtu)).collect();
         let again = peers.set_path_mtus(&Arc::new(mtus));
         let lease = |key: &Subnets| leases.iter().find(|lease| lease.subnets == *key);
-        let changed = peers.update(again.iter().map(|key| (*key, lease(key))), &|_| Some(None));
+        let changed =
+            peers.update(again.iter().map(|key| (*key, lease(key))), &|_| Some(Reach::NotDirect));
         assert!(changed.added.is_empty(), "no peer is new");
         let route = |object: Option<Object>| match object {
             Some(Object::Route(route)) => (route.dst.to_string(), route.mtu),
@@ -93,7 +94,9 @@ mod tests {
     fn a_route_has_the_mtu_of_its_path_while_there_is_one() {
         let (mut peers, both) = (admission(), lease("10.1.7.0-24&fd00:1:0:7::-64", 1));
         let leases = [both, lease("10.1.8.0-24", 2)];
-        peers.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), &|_| Some(None));
+        peers.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), &|_| {
+            Some(Reach::NotDirect)
+        });
         let (four, six) = ("10.1.7.0/24", "fd00:1:0:7::/64");
         let mut set = |mtus: &[(&str, u16)]| set(&mut peers, &leases, mtus);
         let route = |dst: &str, mtu| (dst.to_owned(), mtu);
@@ -113,16 +116,19 @@ mod tests {
         let mut peers = admission();
         let (early, late) = (lease("10.1.7.0-24&fd00:1:0:7::-64", 1), lease("10.1.7.0-24", 2));
         let leases = [early, late];
-        peers.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), &|_| Some(None));
+        peers.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), &|_| {
+            Some(Reach::NotDirect)
+        });
         let four = "10.1.7.0/24";
         assert_eq!(set(&mut peers, &leases, &[(four, 1350)]), [(four.to_owned(), Some(1350))]);
-        peers.update([(leases[0].subnets, None)].into_iter(), &|_| Some(None));
+        peers.update([(leases[0].subnets, None)].into_iter(), &|_| Some(Reach::NotDirect));
         let object = peers.object(&Key::Route(subnet(four)));
         assert!(matches!(object, Some(Object::Route(Route { mtu: Some(1350), .. }))), "{object:?}");
         // A lease that comes after the MTU.
         peers.set_path_mtus(&Arc::new([(subnet("10.1.9.0/24"), 1300)].into()));
         let new = lease("10.1.9.0-24", 3);
-        let changed = peers.update([(new.subnets, Some(&new))].into_iter(), &|_| Some(None));
+        let changed =
+            peers.update([(new.subnets, Some(&new))].into_iter(), &|_| Some(Reach::NotDirect));
         let object = &peers.objects_of(changed.added[0])[0];
         assert!(matches!(object, Object::Route(Route { mtu: Some(1300), .. })), "{object:?}");
     }

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
+use flannel_core::backend::Reach;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use flannel_core::{Kernel, Subnet};
@@ -98,12 +99,11 @@ impl<'a> Answers<'a> {
         Self { kernel, links: RefCell::default(), error: RefCell::default() }
     }
 
-    /// The link that an address is on. Outer `None`: the kernel could not answer. Inner `None`: the
-    /// address is not on a link. Blocks.
-    pub fn on_link(&self, address: IpAddr) -> Option<Option<LinkName>> {
+    /// How packets reach an address. `None`: the kernel could not answer. Blocks.
+    pub fn on_link(&self, address: IpAddr) -> Option<Reach> {
         let answer =
             self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error))).ok()?;
         self.links.borrow_mut().extend(answer.link);
-        Some(answer.on_link())
+        Some(Reach::from(&answer))
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::admission::admit::{Admission, AdmissionRules};
 use crate::admission::offer_plan::OfferPlan;
 use flannel_core::address::Dual;
+use flannel_core::backend::Reach;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::network::AcceptedPeers;
 use flannel_core::{Lease, Subnet, Subnets};
@@ -31,7 +32,7 @@ impl ViewFilter {
     pub fn accept(&mut self, view: View) -> AcceptedPeers {
         let before = std::mem::replace(&mut self.leases, view.leases);
         // The plan makes no lookups.
-        self.admission.update(self.leases.changes_since(&before), &|_| Some(None));
+        self.admission.update(self.leases.changes_since(&before), &|_| Some(Reach::NotDirect));
         let complete = matches!(view.origin, Origin::Live { .. });
         let rejected = self.admission.rejected().clone();
         AcceptedPeers::new(self.leases.clone(), rejected, Some(self.own), complete)

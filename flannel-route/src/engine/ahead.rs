@@ -7,7 +7,8 @@ use std::thread::{self, ScopedJoinHandle};
 use tokio::runtime::Handle;
 
 use super::Cause;
-use crate::gated_kernel::{Closed, Results};
+use crate::gated_kernel::Closed;
+use flannel_core::kernel::Outcome;
 use flannel_core::object::Change;
 
 /// The largest number of batches that are begun: one that the kernel applies, and one that follows
@@ -15,11 +16,11 @@ use flannel_core::object::Change;
 pub(super) const BEGUN: usize = 2;
 
 type Batch = (Vec<Change>, Cause);
-type Applied = (Vec<Change>, Cause, Result<Results, Closed>);
+type Applied = (Vec<Change>, Cause, Result<Vec<Outcome>, Closed>);
 
 /// The second thread. It applies the batches in the order in which they were begun.
 pub(super) struct Applier<'a> {
-    apply: &'a (dyn Fn(&[Change]) -> Result<Results, Closed> + Sync),
+    apply: &'a (dyn Fn(&[Change]) -> Result<Vec<Outcome>, Closed> + Sync),
     /// `Err`: the thread could not be started, so the caller applies the batches.
     batches: Result<SyncSender<Batch>, SyncSender<Applied>>,
     results: Receiver<Applied>,
@@ -30,7 +31,7 @@ pub(super) struct Applier<'a> {
 impl<'a> Applier<'a> {
     /// Does `work` with a second thread that calls `apply`. Passes on the panic of that thread.
     pub(super) fn with<T>(
-        apply: &'a (dyn Fn(&[Change]) -> Result<Results, Closed> + Sync),
+        apply: &'a (dyn Fn(&[Change]) -> Result<Vec<Outcome>, Closed> + Sync),
         work: impl FnOnce(&Self) -> T,
     ) -> T {
         // A kernel may use the runtime that it is called on.

@@ -1,7 +1,7 @@
 //! The desired objects: this node's own, and those that accepted peers define.
 
 use crate::admission::{Admission, Answers, Changed, Id};
-use crate::nexthops::{Ids, nexthop};
+use crate::nexthops::{Ids, Translated, translate, uses_nexthop};
 use flannel_core::object::{Key, LinkName, Object, ObjectKind, Route, State, Via};
 use flannel_core::{Lease, Subnet, Subnets};
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,8 +38,7 @@ impl Desired {
         let own = self.base.get(key).cloned();
         own.or_else(|| self.nexthop(key)).or_else(|| {
             let object = self.peers.object(key)?;
-            let id = self.ids.as_ref().and_then(|ids| ids.of(key));
-            Some(by_nexthop(&object, id))
+            Some(translate(&object, self.id_of(key)).object)
         })
     }
 
@@ -47,7 +46,13 @@ impl Desired {
     fn nexthop(&self, key: &Key) -> Option<Object> {
         let Key::Nexthop(id) = *key else { return None };
         let dst = self.ids.as_ref()?.dst(id)?;
-        Some(nexthop(&self.peers.object(&Key::Route(dst))?, id)?.into())
+        let route = self.peers.object(&Key::Route(dst))?;
+        translate(&route, Some(id)).nexthop.map(Object::from)
+    }
+
+    /// The id of the nexthop object of the route with this key.
+    pub(super) fn id_of(&self, route: &Key) -> Option<u32> {
+        self.ids.as_ref()?.of(route)
     }
 
     /// The route by the nexthop object with this id.
@@ -109,11 +114,11 @@ impl Desired {
         mut each: impl FnMut(Object),
     ) {
         for object in objects {
-            let id = self.ids.as_ref().and_then(|ids| ids.of(&object.key()));
-            if let Some(nexthop) = id.and_then(|id| nexthop(object, id)) {
+            let Translated { nexthop, object } = translate(object, self.id_of(&object.key()));
+            if let Some(nexthop) = nexthop {
                 each(nexthop.into());
             }
-            each(by_nexthop(object, id));
+            each(object);
         }
     }
 
@@ -123,7 +128,7 @@ impl Desired {
         let Some(ids) = &mut self.ids else { return };
         let peers = &self.peers;
         let wanted = |dst: &Subnet| {
-            peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(&o, 0).is_some())
+            peers.object(&Key::Route(*dst)).is_some_and(|object| uses_nexthop(&object))
         };
         ids.adopt(actual, |dst| first || !wanted(dst));
         if first {
@@ -138,19 +143,8 @@ impl Desired {
         let peers = &self.peers;
         ids.retain(|id, dst| {
             let route = Key::Route(*dst);
-            let wanted = peers.object(&route).is_some_and(|object| nexthop(&object, id).is_some());
+            let wanted = peers.object(&route).is_some_and(|object| uses_nexthop(&object));
             wanted || kept.contains_key(&route) || kept.contains_key(&Key::Nexthop(id))
         });
-    }
-}
-
-/// A peer's object as the kernel should have it: a route with a gateway becomes one with the id of
-/// its nexthop object.
-pub(super) fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
-    match (object, id) {
-        (Object::Route(route), Some(id)) if nexthop(object, id).is_some() => {
-            Route { via: Via::Nexthop(id), ..*route }.into()
-        }
-        _ => object.clone(),
     }
 }

@@ -36,7 +36,8 @@ impl Engine {
                 }
                 self.take_deltas(deltas, Some(arrived));
                 let cause = Cause::Lease(Some(arrived));
-                applier.begin(self.changes_for(objects, cause), cause);
+                let changes = self.changes_for(objects, cause);
+                applier.begin(self.refuse_unowned(changes, Some(cause)), cause);
                 self.record_begun(applier, BEGUN - 1)?;
                 slice = (Instant::now() < end).then(|| self.next_new_peers(&answers)).flatten();
             }
@@ -46,13 +47,13 @@ impl Engine {
         result
     }
 
-    /// Waits until at most `left` batches are begun, and records the results of the others.
+    /// Waits until at most `left` batches are begun, and records the outcomes of the others.
     fn record_begun(&mut self, applier: &Applier<'_>, left: usize) -> Result<(), Closed> {
         while applier.begun.get() > left {
-            let (changes, cause, results) = applier.wait()?;
+            let (changes, cause, outcomes) = applier.wait()?;
             let now = Instant::now();
-            for (change, result) in changes.iter().zip(results?) {
-                self.record(change, result, now, Some(cause));
+            for (change, outcome) in changes.iter().zip(outcomes?) {
+                self.record(change, outcome, now, Some(cause));
             }
         }
         Ok(())

@@ -96,14 +96,45 @@ impl Row {
     }
 }
 
+/// The numbers of rows by what they wait for.
+#[derive(Debug, Clone, Copy, Default)]
+struct Counts {
+    puts: usize,
+    deletions: usize,
+    started: usize,
+}
+
+impl Counts {
+    /// The counts of one row.
+    fn of(row: &Row) -> Self {
+        Self {
+            puts: usize::from(row.is_put()),
+            deletions: usize::from(row.deletion().is_some()),
+            started: usize::from(row.is_started()),
+        }
+    }
+
+    fn add(&mut self, row: &Row) {
+        let Self { puts, deletions, started } = Self::of(row);
+        self.puts += puts;
+        self.deletions += deletions;
+        self.started += started;
+    }
+
+    fn remove(&mut self, row: &Row) {
+        let Self { puts, deletions, started } = Self::of(row);
+        self.puts -= puts;
+        self.deletions -= deletions;
+        self.started -= started;
+    }
+}
+
 /// The rows in the order of creation, and the errors of the kernel. An object without a row is as
 /// desired, by all that the kernel has reported.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     rows: BTreeMap<Key, Row>,
-    puts: usize,
-    deletions: usize,
-    started: usize,
+    counts: Counts,
     /// Objects that fail, also while they are tried again.
     pub(super) failing: Listing<Key, Failure>,
     /// An object failed that did not fail when this was last reset.
@@ -112,20 +143,20 @@ pub(crate) struct Table {
 
 impl Table {
     pub(super) fn has_puts(&self) -> bool {
-        self.puts > 0
+        self.counts.puts > 0
     }
 
     pub(super) fn has_deletions(&self) -> bool {
-        self.deletions > 0
+        self.counts.deletions > 0
     }
 
     pub(super) fn has_started(&self) -> bool {
-        self.started > 0
+        self.counts.started > 0
     }
 
     /// There are fewer than `most` rows whose change is not due: suspected additions, mostly.
     pub(super) fn has_room(&self, most: usize) -> bool {
-        self.rows.len() < most + self.puts + self.deletions
+        self.rows.len() < most + self.counts.puts + self.counts.deletions
     }
 
     pub(super) fn get(&self, key: &Key) -> Option<&Row> {
@@ -155,33 +186,27 @@ impl Table {
 
     pub(super) fn insert(&mut self, key: Key, row: Row) {
         self.remove(&key);
-        self.puts += usize::from(row.is_put());
-        self.deletions += usize::from(row.deletion().is_some());
-        self.started += usize::from(row.is_started());
+        self.counts.add(&row);
         self.rows.insert(key, row);
     }
 
     pub(super) fn remove(&mut self, key: &Key) -> Option<Row> {
         let row = self.rows.remove(key)?;
-        self.puts -= usize::from(row.is_put());
-        self.deletions -= usize::from(row.deletion().is_some());
-        self.started -= usize::from(row.is_started());
+        self.counts.remove(&row);
         Some(row)
     }
 
     /// Takes all rows. The failures stay until [`Table::keep_failing`].
     pub(super) fn take_rows(&mut self) -> BTreeMap<Key, Row> {
-        (self.puts, self.deletions, self.started) = (0, 0, 0);
+        self.counts = Counts::default();
         std::mem::take(&mut self.rows)
     }
 
     /// Fills the table after [`Table::take_rows`]. Of two rows with one key, the later one stays.
     pub(super) fn fill(&mut self, rows: impl Iterator<Item = (Key, Row)>) {
         self.rows = rows.collect();
-        let count = |is: fn(&Row) -> bool| self.rows.values().filter(|row| is(row)).count();
-        self.puts = count(Row::is_put);
-        self.deletions = count(|row| row.deletion().is_some());
-        self.started = count(Row::is_started);
+        self.counts = Counts::default();
+        self.rows.values().for_each(|row| self.counts.add(row));
     }
 
     pub(super) fn rows(&self) -> &BTreeMap<Key, Row> {
@@ -191,9 +216,9 @@ impl Table {
     /// Changes that the kernel refused are due again.
     pub(crate) fn retry(&mut self) {
         for row in self.rows.values_mut().filter(|row| row.is_refused()) {
+            self.counts.remove(row);
             row.progress = Progress::Due;
-            self.puts += usize::from(row.is_put());
-            self.deletions += usize::from(row.deletion().is_some());
+            self.counts.add(row);
         }
     }
 

@@ -11,8 +11,8 @@ use super::{Actual, Cause, Engine};
 use crate::gated_kernel::{Closed, GatedKernel};
 use flannel_core::Subnet;
 use flannel_core::address::Family;
-use flannel_core::kernel::{KernelError, KernelEvent};
-use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
+use flannel_core::kernel::{KernelError, KernelEvent, Outcome};
+use flannel_core::object::{Change, Key, Nexthop, Object, Route, Via};
 use flannel_core::status::Damage;
 
 /// The length of a round, besides its snapshot and its new peers. A repair, a view or a question
@@ -81,9 +81,10 @@ impl Engine {
         if links.is_empty() {
             return Ok(());
         }
+        let keys: Vec<Key> = links.iter().map(|change| change.object().key()).collect();
         let mut failing = self.table.failing.clone();
-        self.apply(kernel, &links)?;
-        if !links.iter().all(|change| self.table.failing.contains_key(&change.object().key())) {
+        self.apply(kernel, links)?;
+        if !keys.iter().all(|key| self.table.failing.contains_key(key)) {
             // Only a snapshot shows whether the kernel made the accepted changes.
             for (key, failure) in self.table.failing.iter() {
                 failing.insert(*key, failure.clone());
@@ -92,7 +93,7 @@ impl Engine {
             self.survey.missing_links.clear();
             self.survey.invalidate_everything();
         }
-        self.survey.links_tried.extend(links.iter().map(|change| change.object().key()));
+        self.survey.links_tried.extend(keys);
         Ok(())
     }
 
@@ -107,7 +108,7 @@ impl Engine {
             return Ok(());
         }
         let batch = self.next_deletions(&mut None, by_lease);
-        if batch.is_empty() { Ok(()) } else { self.apply(kernel, &batch) }
+        if batch.is_empty() { Ok(()) } else { self.apply(kernel, batch) }
     }
 
     /// Deletes the objects that are [put last](flannel_core::object::Record::put_last) and are not
@@ -116,7 +117,7 @@ impl Engine {
     fn delete_stale_last(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
         let stale = self.table.deletions(..).filter(|(_, object, _)| is_put_last(object));
         let stale: Vec<_> = stale.map(|(_, object, _)| Change::Delete(object.clone())).collect();
-        if stale.is_empty() { Ok(()) } else { self.apply(kernel, &stale) }
+        if stale.is_empty() { Ok(()) } else { self.apply(kernel, stale) }
     }
 
     /// Whether objects are to be put that need not wait for more leases.
@@ -251,23 +252,52 @@ impl Engine {
                 self.unfinished = true;
                 break;
             }
-            self.apply(kernel, &batch)?;
+            self.apply(kernel, batch)?;
         }
         Ok(())
     }
 
-    fn apply(&mut self, kernel: &GatedKernel, changes: &[Change]) -> Result<(), Closed> {
-        let results = kernel.apply(&self.footprint, changes)?;
+    fn apply(&mut self, kernel: &GatedKernel, changes: Vec<Change>) -> Result<(), Closed> {
+        let changes = self.refuse_unowned(changes, None);
+        if changes.is_empty() {
+            return Ok(());
+        }
+        let outcomes = kernel.apply(&self.footprint, &changes)?;
         let now = Instant::now();
-        for (change, result) in changes.iter().zip(results) {
-            // The result of an intermediate step is not the result of the desired object.
+        for (change, outcome) in changes.iter().zip(outcomes) {
+            // The outcome of an intermediate step is not the outcome of the desired object.
             let is_step =
                 |object: &Object| self.desired.object(&object.key()).as_ref() != Some(object);
             if !matches!(change, Change::Put(object) if is_step(object)) {
-                self.record(change, result, now, None);
+                self.record(change, outcome, now, None);
             }
         }
         Ok(())
+    }
+
+    /// Refuses the puts of objects that the footprint does not own. A snapshot would not show them:
+    /// they would be put again after each one, and stay in the kernel when they are not desired any
+    /// more. Returns the other changes. `cause` is the cause for objects without a row.
+    pub(super) fn refuse_unowned(
+        &mut self,
+        changes: Vec<Change>,
+        cause: Option<Cause>,
+    ) -> Vec<Change> {
+        let is_unowned =
+            |change: &Change| matches!(change, Change::Put(object) if !self.owns(object));
+        let (unowned, owned): (Vec<_>, Vec<_>) = changes.into_iter().partition(is_unowned);
+        for change in unowned {
+            let error = KernelError::NotOwned(change.object().to_string());
+            self.record(&change, Outcome::Failed(error), Instant::now(), cause);
+        }
+        owned
+    }
+
+    /// Whether the footprint owns an object that this network desires.
+    pub(super) fn owns(&self, object: &Object) -> bool {
+        // The device of a nexthop object is rarely needed, and costs a search.
+        self.footprint.owns(object, object.link())
+            || self.footprint.owns(object, self.desired.link_of(object))
     }
 
     /// Records the end of a change that was only started; `None` if the event is not such an end.
@@ -280,22 +310,22 @@ impl Engine {
             Actual::Present(object) => Change::Delete(object.clone()),
             _ => Change::Put(self.desired.object(&key)?),
         };
-        let result = match (event, &change) {
-            (KernelEvent::Failed(_, error), _) => Err(error.clone()),
-            (KernelEvent::Present(object), Change::Put(want)) if object == want => Ok(()),
-            (KernelEvent::Deleted(_), Change::Delete(_)) => Ok(()),
+        let outcome = match (event, &change) {
+            (KernelEvent::Failed(_, error), _) => Outcome::Failed(error.clone()),
+            (KernelEvent::Present(object), Change::Put(want)) if object == want => Outcome::Done,
+            (KernelEvent::Deleted(_), Change::Delete(_)) => Outcome::Done,
             _ => return None,
         };
-        self.record(&change, result, Instant::now(), None);
+        self.record(&change, outcome, Instant::now(), None);
         Some(())
     }
 
-    /// Records the result of a change. `cause` is that of an object without a row. `None`: the
-    /// change went along with another one.
+    /// Records the outcome of a change. `cause` is the cause for an object without a row, or `None`
+    /// if the change went along with another one.
     pub(super) fn record(
         &mut self,
         change: &Change,
-        result: Result<(), KernelError>,
+        outcome: Outcome,
         now: Instant,
         cause: Option<Cause>,
     ) {
@@ -304,19 +334,23 @@ impl Engine {
         let (known, changed_by) =
             self.table.remove(&key).map(|row| (row.cause, row.changed_by)).unzip();
         let (cause, changed_by) = (known.or(cause), changed_by.flatten());
-        if let (Change::Delete(_), Ok(()), Key::Nexthop(id), Some(ids)) =
-            (change, &result, key, &mut self.desired.ids)
-        {
-            ids.release(id);
-        }
-        if let Err(error) = result {
-            let cause = cause.unwrap_or(Cause::Lease(None));
-            if error.is_started() && matches!(key.kind(), ObjectKind::Record | ObjectKind::Link) {
+        match outcome {
+            Outcome::Done => {}
+            Outcome::Started => {
+                let cause = cause.unwrap_or(Cause::Lease(None));
                 return self.table.hold(change, cause, changed_by, Progress::Started);
             }
-            self.stats.0.refused += 1;
-            let peer = self.desired.peer_of(&key);
-            return self.table.refuse(change, cause, changed_by, peer, error);
+            Outcome::Failed(error) => {
+                self.stats.0.refused += 1;
+                let cause = cause.unwrap_or(Cause::Lease(None));
+                let peer = self.desired.peer_of(&key);
+                return self.table.refuse(change, cause, changed_by, peer, error);
+            }
+        }
+        if let (Change::Delete(_), Key::Nexthop(id), Some(ids)) =
+            (change, key, &mut self.desired.ids)
+        {
+            ids.release(id);
         }
         self.table.failing.remove(&key);
         if matches!(change, Change::Delete(_)) && self.desired.last.contains(&key) {

@@ -1,10 +1,10 @@
-//! The members as text, so that a restarted node runs all backends that it has offered.
+//! The backends as text, so that a restarted node runs all backends that it has offered.
 
 use flannel_core::config::BackendConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::{Member, NodeBackends};
+use super::{BackendUse, NodeBackends};
 
 /// The text has not the form of [`NodeBackends::to_json`]. The error shows nothing of the text,
 /// which may have secrets.
@@ -18,25 +18,25 @@ pub struct Damaged {
 
 #[derive(Serialize, Deserialize)]
 struct Wire {
-    backends: Vec<WireMember>,
+    backends: Vec<WireBackend>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct WireMember {
+struct WireBackend {
     lease_type: String,
     offered: bool,
     backend: Box<RawValue>,
 }
 
 impl NodeBackends {
-    /// The members as JSON text. It has the options of all backends, secrets included.
+    /// The backends as JSON text. It has the options of all backends, secrets included.
     pub fn to_json(&self) -> String {
-        let member = |member: &Member| WireMember {
-            lease_type: member.lease_type.clone(),
-            offered: member.offered,
-            backend: with_type(&member.backend),
+        let usage = |usage: &BackendUse| WireBackend {
+            lease_type: usage.lease_type.clone(),
+            offered: usage.offered,
+            backend: with_type(&usage.backend),
         };
-        let wire = Wire { backends: self.iter().map(member).collect() };
+        let wire = Wire { backends: self.iter().map(usage).collect() };
         serde_json::to_string(&wire).expect("texts and JSON values serialize")
     }
 
@@ -50,13 +50,13 @@ impl NodeBackends {
             column: error.column(),
             expected: "expected {\"backends\": [...]}, each with lease_type, offered and backend",
         })?;
-        let member = |wire: WireMember| {
-            let WireMember { lease_type, offered, backend } = wire;
+        let usage = |wire: WireBackend| {
+            let WireBackend { lease_type, offered, backend } = wire;
             let backend = BackendConfig::parse(backend.get());
-            backend.map(|backend| Member { lease_type, backend, offered })
+            backend.map(|backend| BackendUse { lease_type, backend, offered })
         };
-        let members = wire.backends.into_iter().map(member).collect::<Result<Vec<_>, _>>();
-        let mut all = Self(members.map_err(|_| Damaged {
+        let usages = wire.backends.into_iter().map(usage).collect::<Result<Vec<_>, _>>();
+        let mut all = Self(usages.map_err(|_| Damaged {
             line: 1,
             column: 1,
             expected: "expected a Type in each backend, such as {\"Type\": \"vxlan\"}",
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn members_are_read_as_they_were_written() {
+    fn backends_are_read_as_they_were_written() {
         let mut all = NodeBackends::default();
         let unnamed = BackendConfig { kind: "vxlan".into(), options: "{}".into(), explicit: false };
         all.aim_at("vxlan", &unnamed);

@@ -15,7 +15,7 @@ use flannel_core::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, 
 use flannel_core::status::{Listing, Rejection};
 use proptest::prelude::*;
 
-use crate::moving::{Member, NodeBackends, Seen, Tunnels, Wait};
+use crate::moving::{BackendUse, NodeBackends, Seen, Tunnels, Wait};
 
 const KINDS: [&str; 3] = ["vxlan", "host-gw", TUNNEL];
 /// It needs a handshake with each peer.
@@ -31,14 +31,14 @@ enum Event {
     Config(&'static str),
     /// The node reads the config. Its network is rebuilt with the new backend, if it can be.
     Read(usize),
-    /// The devices of all members are in the node's kernel. If that of the target cannot be made,
+    /// The devices of all backends are in the node's kernel. If that of the target cannot be made,
     /// the node goes back to the last one whose devices could be.
     InPlace(usize),
     /// The node's kernel makes no device of this kind from now on. Those that it has stay.
     Break { node: usize, kind: &'static str },
     /// The node's kernel makes all devices.
     Repair(usize),
-    /// The node tries the members that were left out, or forgets them.
+    /// The node tries the backends that were left out, or forgets them.
     Revive(usize),
     /// The node sees this many more writes.
     View(usize, usize),
@@ -46,7 +46,7 @@ enum Event {
     Step { node: usize, crash: bool },
     /// Both nodes complete a handshake.
     Shake(usize, usize),
-    /// The node drops the members that nothing uses.
+    /// The node drops the backends that nothing uses.
     Drop(usize),
     /// The daemon is killed. The objects stay in the kernel.
     Kill(usize),
@@ -77,10 +77,10 @@ fn event() -> impl Strategy<Value = Event> {
 
 #[derive(Debug, Clone)]
 struct Node {
-    /// The members that it runs. `<state-dir>/backends` has these and `aside`.
+    /// The backends that it runs. `<state-dir>/backends` has these and `aside`.
     kept: NodeBackends,
-    /// The members that were left out.
-    aside: Vec<Member>,
+    /// The backends that were left out.
+    aside: Vec<BackendUse>,
     /// The kind of the config that it follows.
     target: &'static str,
     /// The last one whose devices were in its kernel.
@@ -225,9 +225,9 @@ impl Cluster {
         it.kernel.contains(kind) || (kind != IMPOSSIBLE && !it.broken.contains(kind))
     }
 
-    /// The members of a network of a node with this target, and those that are left out. `None`: it
+    /// The backends of a network of a node with this target, and those that are left out. `None`: it
     /// cannot be built, or the network that runs is needed.
-    fn lineup(&self, node: usize, target: &'static str) -> Option<(NodeBackends, Vec<Member>)> {
+    fn lineup(&self, node: usize, target: &'static str) -> Option<(NodeBackends, Vec<BackendUse>)> {
         let it = &self.nodes[node];
         if !self.can_build(node, target) {
             return None;
@@ -235,11 +235,11 @@ impl Cluster {
         let mut record = it.kept.clone();
         record.add(&it.aside);
         record.aim_at(target, &backend(target));
-        let is_broken = |member: &Member| !self.can_build(node, &member.lease_type);
+        let is_broken = |usage: &BackendUse| !self.can_build(node, &usage.lease_type);
         let (kept, aside) = record.without(target, is_broken);
         let view = self.view(node);
-        let user = |member: &Member| kept.user_of(&member.lease_type, (subnets(node), &view));
-        let is_needed = it.runs && aside.iter().any(|member| user(member).is_some());
+        let user = |usage: &BackendUse| kept.user_of(&usage.lease_type, subnets(node), &view);
+        let is_needed = it.runs && aside.iter().any(|usage| user(usage).is_some());
         (!is_needed).then_some((kept, aside))
     }
 
@@ -265,8 +265,8 @@ impl Cluster {
         }
         let failed = it.target;
         let proven = it.proven;
-        assert!(it.kept.offered().all(|member| member.lease_type != failed));
-        it.kept.retain(|member| member.lease_type != failed);
+        assert!(it.kept.offered().all(|usage| usage.lease_type != failed));
+        it.kept.retain(|usage| usage.lease_type != failed);
         assert!(self.aim(node, proven), "{self:#?}");
     }
 
@@ -303,13 +303,13 @@ impl Cluster {
             Event::Revive(node) if self.nodes[node].runs && !self.nodes[node].aside.is_empty() => {
                 let it = &self.nodes[node];
                 let (target, view) = (it.target, self.view(node));
-                let is_up = |it: &Member| self.can_build(node, &it.lease_type);
+                let is_up = |it: &BackendUse| self.can_build(node, &it.lease_type);
                 if it.aside.iter().any(is_up) {
                     return self.aim(node, target);
                 }
                 let user =
-                    |member: &Member| it.kept.user_of(&member.lease_type, (subnets(node), &view));
-                if it.aside.iter().any(|member| user(member).is_some()) {
+                    |usage: &BackendUse| it.kept.user_of(&usage.lease_type, subnets(node), &view);
+                if it.aside.iter().any(|usage| user(usage).is_some()) {
                     return false;
                 }
                 self.nodes[node].aside.clear();
@@ -355,7 +355,7 @@ impl Cluster {
                     return false;
                 }
                 let it = &mut self.nodes[node];
-                it.kept.retain(|member| member.offered);
+                it.kept.retain(|usage| usage.offered);
                 it.kernel = it.kept.iter().map(|it| known(&it.lease_type)).collect();
                 if !it.kernel.contains(TUNNEL) {
                     self.shaken.retain(|(one, other)| ![*one, *other].contains(&node));
@@ -587,32 +587,32 @@ fn a_move_waits_for_handshakes_with_nodes_that_have_leases_and_the_old_offer() {
     assert_eq!(step_with(&rejected, &all, &[1], &[]), TUNNEL, "this node rejects its lease");
 }
 
-/// Members from `type` or `(type)`: one that is not offered.
-fn members(text: &str) -> NodeBackends {
-    let member = |word: &str| {
+/// Backends from `type` or `(type)`: one that is not offered.
+fn backends(text: &str) -> NodeBackends {
+    let usage = |word: &str| {
         let kind = word.trim_matches(['(', ')']);
         let backend = serde_json::json!({ "Type": kind });
         serde_json::json!({ "lease_type": kind, "offered": kind == word, "backend": backend })
     };
-    let all: Vec<_> = text.split_whitespace().map(member).collect();
+    let all: Vec<_> = text.split_whitespace().map(usage).collect();
     NodeBackends::parse(&serde_json::json!({ "backends": all }).to_string()).unwrap()
 }
 
-fn shown<'a>(members: impl Iterator<Item = &'a Member>) -> String {
-    let name = |it: &Member| {
+fn shown<'a>(backends: impl Iterator<Item = &'a BackendUse>) -> String {
+    let name = |it: &BackendUse| {
         if it.offered { it.lease_type.clone() } else { format!("({})", it.lease_type) }
     };
-    members.map(name).collect::<Vec<_>>().join(" ")
+    backends.map(name).collect::<Vec<_>>().join(" ")
 }
 
 #[test]
-fn the_offered_members_come_first() {
-    let mut all = members("(host-gw)");
+fn the_offered_backends_come_first() {
+    let mut all = backends("(host-gw)");
     all.aim_at("vxlan", &backend("vxlan"));
     assert_eq!(shown(all.iter()), "vxlan (host-gw)");
-    all.add(members("vxlan host-gw ipip").iter());
+    all.add(backends("vxlan host-gw ipip").iter());
     assert_eq!(shown(all.iter()), "vxlan (host-gw) (ipip)");
-    let by_use = |text: &str| shown(members(text).by_use("host-gw"));
+    let by_use = |text: &str| shown(backends(text).by_use("host-gw"));
     assert_eq!(by_use("vxlan host-gw ipip"), "host-gw vxlan ipip");
     assert_eq!(by_use("vxlan (host-gw)"), "vxlan (host-gw)", "peers do not expect it yet");
 }
@@ -627,7 +627,7 @@ fn next(text: &str, leases: &[&[&'static str]]) -> Result<String, Wait> {
     let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
     let (own, rejected) = (subnets(0), &Listing::default());
     let seen = Seen { in_place: true, view: &view, own, tunnels: None, rejected };
-    members(text).step("host-gw", &seen).unwrap().next.map(|next| shown(next.iter()))
+    backends(text).step("host-gw", &seen).unwrap().next.map(|next| shown(next.iter()))
 }
 
 #[test]

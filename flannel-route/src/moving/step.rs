@@ -7,7 +7,7 @@ use flannel_core::lease::{Origin, View};
 use flannel_core::status::{Listing, Rejection};
 use flannel_core::{Lease, Subnet, Subnets};
 
-use super::{Member, NodeBackends};
+use super::{BackendUse, NodeBackends};
 
 /// The observations of this node on which its next step depends.
 #[derive(Debug, Clone, Copy)]
@@ -47,7 +47,7 @@ impl Tunnels {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Step {
-    /// The members to run and to offer now; or the event that the node waits for.
+    /// The backends to run and to offer now; or the event that the node waits for.
     pub next: Result<NodeBackends, Wait>,
     /// The number of leases in the view.
     pub leases: usize,
@@ -69,9 +69,9 @@ pub enum Wait {
     Preference(Blockers),
     /// The tunnels to the nodes with these leases have completed a handshake.
     Handshakes(Blockers),
-    /// These leases no longer offer the members that this node has withdrawn.
+    /// These leases no longer offer the backends that this node has withdrawn.
     Withdrawal(Blockers),
-    /// No peer has sent a packet to the devices of the withdrawn members for a while.
+    /// No peer has sent a packet to the devices of the withdrawn backends for a while.
     Silence,
 }
 
@@ -102,8 +102,8 @@ impl Blockers {
 }
 
 impl NodeBackends {
-    /// The next step towards the backend with the lease type `target`, which must be a member.
-    /// `None`: the node runs only one backend.
+    /// The next step towards the backend with the lease type `target`, which must be one of
+    /// them. `None` if the node runs only one backend.
     ///
     /// A step needs a live view that has this node's lease as it was published. So of two nodes
     /// that step at the same time, one has seen the lease of the other, and they keep a common
@@ -122,7 +122,7 @@ impl NodeBackends {
         let none_of = |blockers: Option<Blockers>, wait: fn(Blockers) -> Wait| {
             blockers.map_or(Ok(()), |blockers| Err(wait(blockers)))
         };
-        let is_target = |member: &Member| member.lease_type == target;
+        let is_target = |usage: &BackendUse| usage.lease_type == target;
         let is_offered = self.offered().any(is_target);
         if !seen.in_place {
             return Err(Wait::Devices);
@@ -131,20 +131,20 @@ impl NodeBackends {
             return Err(Wait::Store);
         }
         if !is_offered {
-            return Ok(self.offering(|member| member.offered || is_target(member)));
+            return Ok(self.offering(|usage| usage.offered || is_target(usage)));
         }
         // A node that came back late may offer only what this one has withdrawn.
         let is_common = |lease: &Lease| self.offered().any(|it| offers(lease, &it.lease_type));
         let stranded = || leases().filter(|lease| !is_common(lease));
-        let is_needed = |member: &Member| stranded().any(|it| offers(it, &member.lease_type));
+        let is_needed = |usage: &BackendUse| stranded().any(|it| offers(it, &usage.lease_type));
         if self.iter().any(is_needed) {
-            return Ok(self.offering(|member| member.offered || is_needed(member)));
+            return Ok(self.offering(|usage| usage.offered || is_needed(usage)));
         }
         if !self.offered().next().is_some_and(is_target) {
             let lacking = leases().filter(|lease| !offers(lease, target));
             none_of(Blockers::of(lacking), Wait::Offers)?;
             let mut next = self.clone();
-            next.0.sort_by_key(|member| (!member.offered, !is_target(member)));
+            next.0.sort_by_key(|usage| (!usage.offered, !is_target(usage)));
             return Ok(next);
         }
         if self.offered().count() > 1 {
@@ -165,7 +165,7 @@ impl NodeBackends {
             return Ok(self.offering(is_target));
         }
         let withdrawn = |lease: &&Arc<Lease>| {
-            self.iter().any(|member| !member.offered && offers(lease, &member.lease_type))
+            self.iter().any(|usage| !usage.offered && offers(lease, &usage.lease_type))
         };
         none_of(Blockers::of(leases().filter(withdrawn)), Wait::Withdrawal)?;
         Err(Wait::Silence)
@@ -177,14 +177,14 @@ impl NodeBackends {
         matches!(seen.view.origin, Origin::Live { .. })
             && own.is_some_and(|own| {
                 let published = own.attrs.offers().map(|offer| &*offer.kind);
-                published.eq(self.offered().map(|member| member.lease_type.as_str()))
+                published.eq(self.offered().map(|usage| usage.lease_type.as_str()))
             })
     }
 
-    /// The same members, of which these are offered.
-    fn offering(&self, offered: impl Fn(&Member) -> bool) -> Self {
+    /// These backends, of which the given ones are offered.
+    fn offering(&self, offered: impl Fn(&BackendUse) -> bool) -> Self {
         let mut next = self.clone();
-        next.0.iter_mut().for_each(|member| member.offered = offered(member));
+        next.0.iter_mut().for_each(|usage| usage.offered = offered(usage));
         next.sort();
         next
     }

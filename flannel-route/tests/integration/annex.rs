@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
-use flannel_core::kernel::{Annex, Changes, Footprint, Invalidation, KernelError, KernelEvent};
+use flannel_core::kernel::{
+    Annex, Changes, Footprint, Invalidation, KernelError, KernelEvent, Outcome,
+};
 use flannel_core::lease::Offer;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{Change, Key, LinkName, Object, Record, Secret};
@@ -17,7 +19,7 @@ use flannel_core::{Backend, Config, Kernel, Result, SubnetManager};
 use flannel_route::annex::WithAnnexes;
 use flannel_route::{Host, JoinOptions, cleanup};
 use libc::EIO;
-use test_support::eventually;
+use test_support::{Logged, eventually};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -53,11 +55,11 @@ enum Fault {
 }
 
 impl Entries {
-    /// Makes a change that has this fault. Returns its result.
-    fn fail(&mut self, change: Change, fault: Fault) -> std::result::Result<(), KernelError> {
+    /// Makes a change that has this fault. Returns its outcome.
+    fn fail(&mut self, change: Change, fault: Fault) -> Outcome {
         let failed = Err(KernelError::new(EIO));
         let (result, is_seen) = match fault {
-            Fault::Refused => return failed,
+            Fault::Refused => return failed.into(),
             Fault::Fails => (failed, true),
             Fault::Lost => (Ok(()), false),
             Fault::FailsUnseen => (failed, false),
@@ -68,7 +70,7 @@ impl Entries {
             listener.send(Invalidation::Everything).unwrap();
             self.listener = Some(listener);
         }
-        Err(KernelError::started())
+        Outcome::Started
     }
 
     fn end(&mut self, change: Change, result: std::result::Result<(), KernelError>) {
@@ -122,7 +124,7 @@ impl Annex for Ledger {
         Ok(there.map(|(_, record)| record.clone()).collect())
     }
 
-    fn apply(&self, changes: &[Change]) -> Vec<std::result::Result<(), KernelError>> {
+    fn apply(&self, changes: &[Change]) -> Vec<Outcome> {
         let mut entries = self.0.lock().unwrap();
         let apply = |change: &Change| {
             entries.starts += 1;
@@ -134,7 +136,7 @@ impl Annex for Ledger {
             } else if !entries.started.contains(change) {
                 entries.started.push_back(change.clone());
             }
-            Err(KernelError::started())
+            Outcome::Started
         };
         changes.iter().map(apply).collect()
     }
@@ -155,7 +157,7 @@ impl Annex for Ledger {
         let mut entries = self.0.lock().unwrap();
         entries.waits.push(timeout);
         let is_under_way = entries.started.iter().any(|c| c.object().key() == *key);
-        if is_under_way { Err(KernelError::timed_out()) } else { Ok(()) }
+        if is_under_way { Err(KernelError::TimedOut) } else { Ok(()) }
     }
 }
 
@@ -263,6 +265,34 @@ impl Drop for World {
 }
 
 const RECORD: &str = "record ledger 10.1.7.0/24 192.0.2.7 (secret)";
+
+/// The log has each error once, until the annex works again.
+#[tokio::test]
+async fn an_annex_that_cannot_be_read_or_watched_is_logged() {
+    let (logged, _guard) = Logged::collect();
+    let ledger = Ledger::default();
+    let annex: Arc<dyn Annex> = Arc::new(ledger.clone());
+    let kernel = WithAnnexes::new(Arc::new(FakeKernel::with_uplink("eth0")), [annex]);
+    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
+    let set_broken = |is_broken| ledger.0.lock().unwrap().is_broken = is_broken;
+    for _ in 0..2 {
+        set_broken(true);
+        for _ in 0..3 {
+            kernel.snapshot(&footprint).unwrap();
+        }
+        set_broken(false);
+        kernel.snapshot(&footprint).unwrap();
+    }
+    assert_eq!(logged.count("the records of an annex cannot be read"), 2);
+    set_broken(true);
+    drop(kernel.changes().unwrap());
+    assert_eq!(logged.count("an annex reports no changes"), 1);
+    set_broken(false);
+    let mut changes = kernel.changes().unwrap();
+    ledger.0.lock().unwrap().listener = None;
+    assert_eq!(changes.next().await.unwrap(), Invalidation::Everything);
+    assert_eq!(logged.count("an annex reports no changes"), 2);
+}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_started_change_is_pending_until_its_end_and_is_tried_again_after_a_failure() {
@@ -442,7 +472,8 @@ fn a_cleanup_waits_for_the_end_of_its_changes() {
     assert!(report.failed.is_empty() && ledger.records().is_empty());
     // The kernel refuses the records of an annex that does not exist.
     let put = [Change::Put(record.into())];
-    assert!(WithAnnexes::new(kernel, None).apply(&footprint, &put)[0].is_err());
+    let outcomes = WithAnnexes::new(kernel, None).apply(&footprint, &put);
+    assert!(matches!(&outcomes[..], [Outcome::Failed(_)]), "{outcomes:?}");
 }
 
 #[test]
@@ -458,7 +489,7 @@ fn a_cleanup_gives_up_on_changes_that_do_not_end() {
     let with = WithAnnexes::new(kernel, [annex]).waiting();
     let report = cleanup(&with, &footprint, false).unwrap();
     let errors: Vec<_> = report.failed.iter().map(|(_, error)| error.clone()).collect();
-    assert_eq!(errors, [KernelError::timed_out(), KernelError::timed_out()]);
+    assert_eq!(errors, [KernelError::TimedOut, KernelError::TimedOut]);
     assert!(report.done.is_empty() && ledger.records().len() == 2);
     // Both waits together take no longer than the time limit.
     let waits = std::mem::take(&mut ledger.0.lock().unwrap().waits);

@@ -1,6 +1,7 @@
 //! Nexthop objects instead of gateways: changes of peers, repairs, deletions, and the switch from
 //! routes with gateways and back.
 
+use libc::EBUSY;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
@@ -558,8 +559,8 @@ async fn a_nexthop_object_with_a_foreign_user_stays() {
         assert_eq!(report, would);
         let [(change, error)] = &report.failed[..] else { panic!("{:#?}", report.failed) };
         assert_eq!(
-            (change.to_string(), error.errno),
-            (format!("delete {}", Object::from(nexthop)), 16)
+            (change.to_string(), error.errno()),
+            (format!("delete {}", Object::from(nexthop)), Some(EBUSY))
         );
         assert!(error.to_string().starts_with(&Object::from(foreign).to_string()), "{error}");
         assert_eq!(kernel.state().get(&Key::Route(foreign.dst)), Some(&foreign.into()));

@@ -9,7 +9,7 @@ use std::time::Duration;
 use test_support::eventually_async;
 
 use flannel_core::backend::{Blueprint, NodeLease};
-use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, RouteAnswer};
+use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Outcome, RouteAnswer};
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{
@@ -551,10 +551,10 @@ impl Kernel for Odd {
         self.kernel.nexthop_users(there)
     }
 
-    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         Self::pass(self.apply * u32::try_from(changes.len()).unwrap());
         let one = |change: &Change| match change {
-            Change::Put(Object::Link(_)) if self.keeps_links => vec![Ok(())],
+            Change::Put(Object::Link(_)) if self.keeps_links => vec![Outcome::Done],
             change => self.kernel.apply(footprint, std::slice::from_ref(change)),
         };
         changes.iter().flat_map(one).collect()

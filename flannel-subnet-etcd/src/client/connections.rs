@@ -1,15 +1,14 @@
 //! One connection per endpoint, made when it is needed, and again when the TLS files change.
 
+use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex as StdMutex};
 use std::time::Duration;
-use std::{fs, io};
 
 use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
 use flannel_core::runtime::lock;
-use flannel_core::{Error, Result};
+use flannel_core::{Credential, Error, Result};
 use tokio::sync::Mutex;
 
 use crate::client::failure::{Failure, Retry, says};
@@ -164,11 +163,12 @@ impl Connections {
     }
 
     fn files(&self) -> Files {
-        let EtcdOptions { cafile, certfile, keyfile, .. } = &self.options;
-        let state = |path: &PathBuf| {
+        let EtcdOptions { ca, certificate, key, .. } = &self.options;
+        let files = [ca, certificate, key].into_iter().flatten().filter_map(Credential::file);
+        let state = |path| {
             fs::metadata(path).ok().map(|m| (m.dev(), m.ino(), m.len(), m.mtime(), m.mtime_nsec()))
         };
-        [cafile, certfile, keyfile].into_iter().flatten().map(state).collect()
+        files.map(state).collect()
     }
 }
 
@@ -176,33 +176,33 @@ fn is_tls(endpoint: &str) -> bool {
     endpoint.starts_with("https://")
 }
 
-/// The TLS options from the files. rustls supports TLS 1.2 and 1.3 only.
+/// The TLS options from the credentials. rustls supports TLS 1.2 and 1.3 only.
 fn tls(options: &EtcdOptions) -> Result<TlsOptions, String> {
-    let read = |path: &Path| {
-        fs::read(path)
-            .map_err(|error: io::Error| format!("cannot read {}: {error}", path.display()))
-    };
-    let mut tls = match &options.cafile {
-        Some(path) => {
-            let pem = read(path)?;
-            if !holds(&pem, "CERTIFICATE") {
-                return Err(format!("{} contains no PEM certificate", path.display()));
-            }
+    let mut tls = match &options.ca {
+        Some(ca) => {
+            let pem = read(ca, "CERTIFICATE", "certificate")?;
             TlsOptions::new().ca_certificate(Certificate::from_pem(pem))
         }
         None => TlsOptions::new().with_native_roots(),
     };
-    if let (Some(certfile), Some(keyfile)) = (&options.certfile, &options.keyfile) {
-        let (certificate, key) = (read(certfile)?, read(keyfile)?);
-        if !holds(&certificate, "CERTIFICATE") {
-            return Err(format!("{} contains no PEM certificate", certfile.display()));
-        }
-        if !holds(&key, "PRIVATE KEY") {
-            return Err(format!("{} contains no PEM key", keyfile.display()));
-        }
+    if let (Some(certificate), Some(key)) = (&options.certificate, &options.key) {
+        let certificate = read(certificate, "CERTIFICATE", "certificate")?;
+        let key = read(key, "PRIVATE KEY", "key")?;
         tls = tls.identity(Identity::from_pem(certificate, key));
     }
     Ok(tls)
+}
+
+/// A credential that has a PEM section with this label, which is a `kind`.
+fn read(credential: &Credential, label: &str, kind: &str) -> Result<Vec<u8>, String> {
+    let pem = credential.read().map_err(|error| format!("cannot read {credential}: {error}"))?;
+    if holds(&pem, label) {
+        return Ok(pem);
+    }
+    match credential {
+        Credential::File(path) => Err(format!("{} contains no PEM {kind}", path.display())),
+        Credential::Value(_) => Err(format!("a value contains no PEM {kind}")),
+    }
 }
 
 fn holds(pem: &[u8], what: &str) -> bool {

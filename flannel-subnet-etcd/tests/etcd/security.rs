@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use etcd_client::{Permission, PermissionType};
-use flannel_core::Error;
 use flannel_core::lease::Revision;
+use flannel_core::{Credential, Error};
 use flannel_subnet::{HolderId, Registry};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
@@ -34,11 +34,15 @@ fn tls_member(certificate: &(PathBuf, PathBuf), clients: Option<&Authority>) -> 
 }
 
 fn trusting(etcd: &Etcd, cafile: &Path) -> EtcdOptions {
-    EtcdOptions { cafile: Some(cafile.into()), ..options(&etcd.endpoints()) }
+    EtcdOptions { ca: Some(cafile.to_owned().into()), ..options(&etcd.endpoints()) }
 }
 
-fn with_certificate(options: EtcdOptions, (certfile, keyfile): &(PathBuf, PathBuf)) -> EtcdOptions {
-    EtcdOptions { certfile: Some(certfile.clone()), keyfile: Some(keyfile.clone()), ..options }
+fn with_certificate(options: EtcdOptions, (certificate, key): &(PathBuf, PathBuf)) -> EtcdOptions {
+    EtcdOptions {
+        certificate: Some(certificate.clone().into()),
+        key: Some(key.clone().into()),
+        ..options
+    }
 }
 
 /// The member refuses at once, as soon as it answers.
@@ -133,6 +137,33 @@ async fn changed_files_are_read_again_without_a_restart() {
 }
 
 #[tokio::test]
+async fn credentials_may_be_values_that_are_not_shown() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = Authority::new(dir.path(), "ca");
+    let server = authority.sign_into(dir.path(), "server", 2090);
+    let etcd = tls_member(&server, Some(&authority));
+    let (certificate, key) = authority.sign("client", 2090);
+    let value = |pem: &str| Some(Credential::value(pem.as_bytes()));
+    let given = EtcdOptions {
+        ca: value(&fs::read_to_string(&authority.file).unwrap()),
+        certificate: value(&certificate),
+        key: value(&key),
+        ..options(&etcd.endpoints())
+    };
+    let shown = format!("{given:?}");
+    assert!(!shown.contains("BEGIN"), "{shown}");
+    let registry = EtcdRegistry::new(given.clone()).unwrap();
+    within(30, "an answer", registry.list()).await.unwrap();
+    for (wrong, says) in [
+        (EtcdOptions { ca: value("nonsense"), ..given.clone() }, "no PEM certificate"),
+        (EtcdOptions { key: value("nonsense"), ..given }, "no PEM key"),
+    ] {
+        let error = EtcdRegistry::new(wrong).unwrap_err().to_string();
+        assert!(error.contains(says) && !error.contains("nonsense"), "{error}");
+    }
+}
+
+#[tokio::test]
 async fn missing_and_empty_files_are_reported_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new(dir.path(), "ca");
@@ -146,7 +177,7 @@ async fn missing_and_empty_files_are_reported_at_once() {
     for bad in [&missing, &empty] {
         let name = bad.to_str().unwrap();
         for options in [
-            EtcdOptions { cafile: Some(bad.clone()), ..base() },
+            EtcdOptions { ca: Some(bad.clone().into()), ..base() },
             with_certificate(base(), &(bad.clone(), good.1.clone())),
             with_certificate(base(), &(good.0.clone(), bad.clone())),
         ] {

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
+use flannel_core::Credential;
 use http::{HeaderValue, Request, Response, Uri, header};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -16,6 +17,8 @@ use hyper_util::rt::TokioExecutor;
 use kube::Config;
 use kube::config::AuthInfo;
 use rustls::AlertDescription;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
 use secrecy::ExposeSecret;
 
 use super::chain;
@@ -37,6 +40,10 @@ pub(crate) struct Source {
     pub(crate) url: Option<String>,
     /// The kubeconfig. Without it and the URL, the service account of this pod is used.
     pub(crate) kubeconfig: Option<PathBuf>,
+    /// The CAs, instead of those of the kubeconfig or the service account.
+    pub(crate) ca: Option<Credential>,
+    /// The token, instead of the one of the kubeconfig or the service account.
+    pub(crate) token: Option<Credential>,
 }
 
 /// A client of the API server. Clones share their connections.
@@ -84,6 +91,13 @@ impl Source {
             }
             config.cluster_url = parsed;
         }
+        if let Some(ca) = &self.ca {
+            config.root_cert = Some(certificates(ca)?);
+        }
+        let token = match &self.token {
+            Some(given) => Some(Token::of(given)?),
+            None => token(&config.auth_info)?,
+        };
         let mut http = HttpConnector::new();
         http.enforce_http(false);
         http.set_nodelay(true);
@@ -102,8 +116,33 @@ impl Source {
         };
         let connector = https.enable_http1().wrap_connector(http);
         let client = Client::builder(TokioExecutor::new()).build(connector);
-        Ok(Connection { base: config.cluster_url, client, token: token(&config.auth_info)? })
+        Ok(Connection { base: config.cluster_url, client, token })
     }
+}
+
+impl Token {
+    fn of(given: &Credential) -> Result<Self, String> {
+        match given {
+            Credential::File(path) => Ok(Self::File(path.clone())),
+            Credential::Value(token) => {
+                let token = String::from_utf8_lossy(token.expose());
+                bearer(&token).map(Self::Fixed).map_err(|error| format!("the token: {error}"))
+            }
+        }
+    }
+}
+
+/// The certificates of CAs in DER.
+fn certificates(ca: &Credential) -> Result<Vec<Vec<u8>>, String> {
+    let pem = ca.read().map_err(|error| format!("the CA {ca}: {error}"))?;
+    let all = CertificateDer::pem_slice_iter(&pem)
+        .map(|certificate| certificate.map(|certificate| certificate.to_vec()))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| format!("the CA {ca}: {error}"))?;
+    if all.is_empty() {
+        return Err(format!("the CA {ca} contains no PEM certificate"));
+    }
+    Ok(all)
 }
 
 fn token(user: &AuthInfo) -> Result<Option<Token>, String> {

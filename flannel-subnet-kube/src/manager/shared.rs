@@ -73,8 +73,12 @@ impl Shared {
     /// # Errors
     /// [`Error::Refused`]: the options do not lead to an API server, or a file is wrong.
     pub(crate) async fn open(options: KubeOptions) -> Result<Self> {
-        let source =
-            Source { url: options.api_url.clone(), kubeconfig: options.kubeconfig.clone() };
+        let source = Source {
+            url: options.api_url.clone(),
+            kubeconfig: options.kubeconfig.clone(),
+            ca: options.ca.clone(),
+            token: options.token.clone(),
+        };
         Ok(Self {
             api: Arc::new(Api::open(source).await?),
             options,

@@ -3,7 +3,7 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use flannel_core::{Error, SubnetManager};
+use flannel_core::{Credential, Error, SubnetManager};
 use flannel_subnet_kube::KubeManager;
 use flannel_subnet_kube::testing::ApiServer;
 use rcgen::{
@@ -71,6 +71,27 @@ const OF_ONE_FILE: &str = "client-certificate: client.pem, client-key: client.pe
 fn write(fixture: &Fixture, of: &Authority) {
     let (certificate, key) = of.sign();
     std::fs::write(fixture.dir.path().join("client.pem"), certificate + &key).unwrap();
+}
+
+#[tokio::test]
+async fn a_ca_may_be_a_value() {
+    let fixture = Fixture::new(V4);
+    let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let other = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let server = ApiServer::with_tls(&signed.cert.pem(), &signed.signing_key.serialize_pem());
+    server.put_node("me", blank(&["10.1.1.0/24"]));
+    server.expect_token("canary");
+    let open = async |ca: &str| {
+        let mut options = fixture.options("me");
+        options.api_url = Some(server.url());
+        options.ca = Some(Credential::value(ca.as_bytes()));
+        options.token = Some(Credential::value(*b"canary"));
+        KubeManager::open(options).await
+    };
+    open(&signed.cert.pem()).await.unwrap().hints().await.unwrap();
+    open(&other.cert.pem()).await.unwrap().hints().await.unwrap_err();
+    let error = open("nonsense").await.unwrap_err().to_string();
+    assert!(error.contains("contains no PEM certificate"), "{error}");
 }
 
 #[tokio::test]

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use flannel_core::{Error, SubnetManager};
+use flannel_core::{Credential, Error, SubnetManager};
 use flannel_subnet_kube::KubeManager;
 use flannel_subnet_kube::testing::{Cut, Held};
 use test_support::Logged;
@@ -450,6 +450,26 @@ async fn a_slow_list_is_not_aborted() {
     let (_manager, views) = fixture.following().await;
     assert_eq!(views.borrow().leases.len(), 38);
     assert!(begin.elapsed() > Duration::from_millis(700));
+}
+
+#[tokio::test]
+async fn a_token_may_be_a_value_or_a_file_of_its_own() {
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", crate::fixture::blank(&["10.1.1.0/24"]));
+    fixture.server.expect_token("canary");
+    let file = fixture.dir.path().join("token");
+    std::fs::write(&file, "canary\n").unwrap();
+    for token in [Credential::value(*b"canary"), Credential::File(file)] {
+        let mut options = fixture.options("me");
+        options.token = Some(token);
+        let shown = format!("{options:?}");
+        assert!(!shown.contains("canary"), "{shown}");
+        KubeManager::open(options).await.unwrap().hints().await.unwrap();
+    }
+    let mut options = fixture.options("me");
+    options.token = Some(Credential::value(*b" "));
+    let error = KubeManager::open(options).await.unwrap_err().to_string();
+    assert!(error.contains("the token: it is empty"), "{error}");
 }
 
 #[tokio::test]

@@ -15,7 +15,7 @@ use flannel_netlink::iface::Selectors;
 use flannel_options::printable::line;
 use flannel_options::state_dir;
 use flannel_route::annex::WithAnnexes;
-use flannel_route::moving::{Member, NodeBackends};
+use flannel_route::moving::{BackendUse, NodeBackends};
 use flannel_route::{Cleanup, cleanup as remove, ready_for_go, remove_former};
 use flannel_subnet::Cache;
 use serde_json::json;
@@ -136,7 +136,7 @@ fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
 fn moved(state_dir: &Path, config: &Config) -> Vec<Config> {
     let text = state_dir::read(&state_dir::backends(state_dir)).ok().flatten();
     let backends = text.and_then(|text| NodeBackends::parse(&text).ok()).unwrap_or_default();
-    let with = |member: &Member| Config { backend: member.backend.clone(), ..config.clone() };
+    let with = |usage: &BackendUse| Config { backend: usage.backend.clone(), ..config.clone() };
     backends.iter().map(with).collect()
 }
 

@@ -195,7 +195,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::time::Duration;
 
-    use flannel_core::kernel::{Annex, Changes, KernelError, Traffic};
+    use flannel_core::kernel::{Annex, Changes, KernelError, Outcome, Traffic};
     use flannel_core::object::{Change, Key, Record};
     use flannel_core::status::Status;
 
@@ -292,7 +292,7 @@ mod tests {
             Ok(Vec::new())
         }
 
-        fn apply(&self, _: &[Change]) -> Vec<Result<(), KernelError>> {
+        fn apply(&self, _: &[Change]) -> Vec<Outcome> {
             Vec::new()
         }
 

@@ -178,6 +178,8 @@ impl KubeFlags {
         Ok(KubeOptions {
             api_url: given(&self.kube_api_url),
             kubeconfig: given(&self.kubeconfig_file).map(PathBuf::from),
+            ca: None,
+            token: None,
             prefix: self.prefix().map_err(flannel_options::Error::Usage)?,
             net_config: self.net_config_path.clone().into(),
             identity,

@@ -125,7 +125,8 @@ fn files(options: &Options) -> BTreeSet<PathBuf> {
     #[cfg(feature = "etcd")]
     let files = {
         let etcd = options.lease.etcd.options();
-        files.chain([etcd.cafile, etcd.certfile, etcd.keyfile].into_iter().flatten())
+        let credentials = [etcd.ca, etcd.certificate, etcd.key].into_iter().flatten();
+        files.chain(credentials.filter_map(|credential| credential.file().map(Path::to_owned)))
     };
     files.collect()
 }

@@ -12,7 +12,7 @@ use flannel_core::status::{Advisory, Failure, Rejection};
 use flannel_core::subnet::{Loss, Ownership, StoreKind, StoreStatus};
 use flannel_core::{Config, Remedy};
 use flannel_doctor::remedy::{of_shared_address, readdress, render};
-use libc::{EEXIST, EPERM};
+use libc::EEXIST;
 
 use super::{refused_config, subnets_used};
 use crate::observe::{NetworkSnapshot, Rulebook, Running, Snapshot};
@@ -351,12 +351,14 @@ impl Found {
 
 /// What helps if the kernel refuses an object.
 fn of_refusal(key: &Key, failure: &Failure) -> Remedy {
-    match (failure.error.errno, key) {
-        (EPERM, _) => {
+    match key {
+        _ if failure.error.is_denied() => {
             Remedy::ShowCapabilities.remark("it needs CAP_NET_ADMIN in this network namespace")
         }
-        // It is of another kind, and not ours.
-        (EEXIST, Key::Link(name)) => Remedy::run(format!("ip link delete {name}")),
+        // A device of another kind, which is not ours.
+        Key::Link(name) if failure.error.is(EEXIST) => {
+            Remedy::run(format!("ip link delete {name}"))
+        }
         _ => Remedy::ExamineNode,
     }
 }
@@ -446,7 +448,7 @@ mod tests {
             (status.live, status.settled) = (true, true);
             for subnet in subnets {
                 let change = Change::Put(record(subnet));
-                let failure = Failure::new(&change, None, KernelError::explained(0, "it failed"));
+                let failure = Failure::new(&change, None, KernelError::Other("it failed".into()));
                 status.failing.insert(change.object().key(), failure);
             }
             let snapshot = crate::report::tests::snapshot(status).await;

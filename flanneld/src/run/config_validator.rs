@@ -42,7 +42,8 @@ impl ConfigValidator {
         views: watch::Receiver<View>,
         used: Option<ExternalInterface>,
     ) -> Self {
-        let (prescribed, given) = (hints.public, config.interface.public);
+        let prescribed = hints.public;
+        let given = config.interface.public;
         let public = Dual::from_fn(|family| prescribed[family].or(given[family]));
         let selectors = Selectors { public, ..config.interface.clone() };
         Self {
@@ -57,7 +58,7 @@ impl ConfigValidator {
         }
     }
 
-    /// The same for a running network with this interface and these leases.
+    /// A validator for a running network with this interface and these leases.
     pub(crate) fn using(self, iface: &ExternalInterface, views: watch::Receiver<View>) -> Self {
         Self { used: Some(iface.clone()), first: false, views, ..self }
     }
@@ -85,7 +86,7 @@ impl ConfigValidator {
             refuse_implicit_udp(self.views.clone()).await?;
         }
         let datapath = backend.datapath(config)?;
-        self.firewall.validate((config, &datapath), used, self.first).await?;
+        self.firewall.validate(config, &datapath, used, self.first).await?;
         Ok(chosen)
     }
 

@@ -1,47 +1,112 @@
 //! Runs one network, from its start until one of the values that it was built from changes.
 
 use std::collections::BTreeSet;
-use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Duration;
 
+use flannel_core::backend::Datapath;
+use flannel_core::kernel::Footprint;
 use flannel_core::lease::{Origin, View};
-use flannel_core::network::{Ended, NetworkHandle};
-use flannel_core::remedy::Trouble;
-use flannel_core::status::Status;
-use flannel_core::{Config, Kernel, SubnetManager, Subnets};
-use flannel_doctor::checks::host::log_changes;
-use flannel_doctor::path_probe::server;
-use flannel_doctor::paths::probe;
+use flannel_core::network::NetworkHandle;
+use flannel_core::object::LinkName;
+use flannel_core::{Config, Lease, SubnetManager};
+use flannel_doctor::path_probe::server::ServerConfig;
+use flannel_doctor::paths::{Paths, ProbeSettings};
+use flannel_route::HostNetwork;
+use flannel_route::admission::Handshakes;
 use flannel_route::moving::Tunnels;
-use flannel_subnet::SubnetEnv;
 use tokio::sync::watch;
 
-use super::changed_config::to_apply;
-use super::leftovers::go_flannel::GoFlannel;
-use super::leftovers::old_networks::OldNetworks;
-use super::leftovers::old_records;
-use super::moving::handshakes::follow;
-use super::moving::{Devices, Runs};
-use super::plain_routes::until_ruled;
-use super::probation::{failure, until_in_place};
+use super::backends::{BackendInUse, BackendRecord, BackendsInUse};
+use super::config_validator::ConfigValidator;
+use super::controllers::absent_backends::AbsentBackendController;
+use super::controllers::config::ConfigController;
+use super::controllers::firewall::FirewallController;
+use super::controllers::handshakes::HandshakeController;
+use super::controllers::host_findings::HostFindingsController;
+use super::controllers::lease::LeaseController;
+use super::controllers::lease_times::LeaseTimesController;
+use super::controllers::leftovers::LeftoverController;
+use super::controllers::leftovers::go_flannel::GoFlannel;
+use super::controllers::leftovers::old_networks::OldNetworks;
+use super::controllers::moves::MoveController;
+use super::controllers::new_keys::NewKeyController;
+use super::controllers::paths::{PathController, ProbeServer};
+use super::controllers::probation::{ProbationController, ProofController};
+use super::controllers::questions::QuestionController;
+use super::controllers::routes::RouteController;
+use super::controllers::status_log::StatusLogController;
+use super::controllers::subnet_file::SubnetFile;
+use super::controllers::uplink::UplinkController;
+use super::controllers::{Controllers, Ended};
 use super::refusals::Refused;
 use super::start::{Before, Purpose, Ready, Starter, prepare, stored};
-use super::status_log::log_status;
-use crate::blocking::run_blocking_in_order;
+use super::uplink::Chosen;
 use crate::config::DaemonConfig;
 use crate::error::Error;
-use crate::observe::Observer;
-use crate::report::host;
-use crate::store::wait::{STORE_AGAIN, hold};
+use crate::observe::{Observer, Rulebook, RunningGuard};
 
-/// The pause before the daemon checks again whether a network can be built.
-const SECOND_THOUGHT: Duration = Duration::from_secs(10);
-/// The longest wait of the subnet file for firewall rules and the tunnel. Another program may hold
-/// the lock of iptables. The rule of `RequireEncryption` is awaited for any time.
-const RULES: Duration = Duration::from_secs(5);
-/// The pause between two checks of this host.
-const LOOK: Duration = Duration::from_secs(300);
+/// What all networks of a daemon share.
+#[derive(Clone, Copy)]
+pub(super) struct DaemonContext<'a> {
+    pub(super) settings: &'a DaemonConfig,
+    pub(super) subnets: &'a dyn SubnetManager,
+    pub(super) starter: &'a Starter<'a>,
+    pub(super) go_flannel: &'a GoFlannel,
+    pub(super) observer: &'a Observer,
+}
+
+/// A network that runs: what its controllers share.
+pub(super) struct RunningNetwork<'a> {
+    pub(super) settings: &'a DaemonConfig,
+    pub(super) subnets: &'a dyn SubnetManager,
+    pub(super) starter: &'a Starter<'a>,
+    pub(super) go_flannel: &'a GoFlannel,
+    pub(super) observer: &'a Observer,
+    pub(super) config: Config,
+    /// The config comes from the cache.
+    pub(super) cached: bool,
+    /// This node holds no lease: it ran out, and the store does not answer.
+    pub(super) lapsed: bool,
+    /// It is the first network of this daemon.
+    pub(super) first: bool,
+    pub(super) before: Before,
+    pub(super) handle: NetworkHandle,
+    pub(super) views: watch::Receiver<View>,
+    pub(super) backends: BackendsInUse,
+    pub(super) record: Arc<BackendRecord>,
+    pub(super) uplink: Chosen,
+    pub(super) validator: ConfigValidator,
+    pub(super) datapath: Datapath,
+    pub(super) footprint: Footprint,
+    /// Whether the firewall rules are in place, or cannot be made and are not required.
+    pub(super) rules_settled: watch::Receiver<bool>,
+    tunnels: watch::Receiver<Option<Tunnels>>,
+    withholds_offers: bool,
+}
+
+/// The parts of a network that one service each takes.
+struct Parts {
+    routes: HostNetwork,
+    handshakes: watch::Sender<Handshakes>,
+    /// The devices on which handshakes decide how peers are reached.
+    tunnel_devices: BTreeSet<LinkName>,
+    tunnels: watch::Sender<Option<Tunnels>>,
+    rules_settled: watch::Sender<bool>,
+    rules: watch::Sender<Rulebook>,
+    paths: Option<Paths>,
+    probes: ProbeSettings,
+    probe_server: ServerConfig,
+}
+
+/// A network that is about to run.
+struct Assembled<'a> {
+    network: RunningNetwork<'a>,
+    parts: Parts,
+    /// The config of the store, if the network was not built from it.
+    refused: Option<Refused>,
+    /// Observers see the network until this is dropped.
+    shown: RunningGuard<'a>,
+}
 
 /// The end of a network.
 enum End {
@@ -56,292 +121,232 @@ enum End {
 ///
 /// # Errors
 /// The network stops, or the lease is lost.
-pub(super) async fn run(
-    settings: &DaemonConfig,
-    subnets: &dyn SubnetManager,
-    ready: Ready,
-    (starter, go_flannel): (&Starter<'_>, &GoFlannel),
-    observer: &Observer,
-) -> Result<Ready, Error> {
+pub(super) async fn run(daemon: DaemonContext<'_>, ready: Ready) -> Result<Ready, Error> {
     let held = (!ready.lapsed).then(|| ready.network.handle().lease);
-    let next = async |reason: String| {
-        tracing::info!(%reason, "rebuilding the network");
-        Box::pin(starter.next(held.as_ref(), observer)).await
-    };
-    let end = run_until_next(settings, subnets, ready, (starter, go_flannel), observer, &next);
     // A large future, of which each caller would have a copy on its stack.
-    match Box::pin(end).await? {
+    match Box::pin(run_until_next(daemon, ready, held.as_ref())).await? {
         End::Replaced(ready) => Ok(*ready),
-        End::Stopped(reason) => next(reason).await,
+        End::Stopped(reason) => daemon.rebuild(reason, held.as_ref()).await,
     }
 }
 
+/// Runs the controllers until the next network is built or this one stops.
 async fn run_until_next(
-    settings: &DaemonConfig,
-    subnets: &dyn SubnetManager,
+    daemon: DaemonContext<'_>,
     ready: Ready,
-    (starter, go_flannel): (&Starter<'_>, &GoFlannel),
-    observer: &Observer,
-    next: impl AsyncFn(String) -> Result<Ready, Error>,
+    held: Option<&Lease>,
 ) -> Result<End, Error> {
-    warn_if_stale(subnets, &ready.views.borrow());
-    let (settled, rules) = watch::channel(false);
-    let datapath = ready.team.datapath(settings);
-    let (book, rulebook) = watch::channel(settings.firewall.rulebook(&ready.config));
-    let running = ready.running(settings, rulebook);
-    let probes = running.probes(&settings.control);
-    let responder = server::serve(running.probe_server(settings.control.doctor_port));
-    let _running = observer.running(running);
-    let Ready { config, refused, before, team, moving, network, paths, views, .. } = ready;
-    let Ready { handshakes, lapsed, cached, first, chosen, validator, .. } = ready;
-    let (handle, withholds_offers) = (network.handle(), network.withholds_offers());
-    let own = handle.lease.subnets;
-    let tunnel_devices =
-        if network.needs_handshakes() { team.handshakes_on(settings) } else { BTreeSet::new() };
-    let no_look_yet = (!tunnel_devices.is_empty()).then(Tunnels::default);
-    let (tunnels, seen_tunnels) = watch::channel(no_look_yet);
-    let firewall = async {
-        // The subnets of a lapsed lease may be another node's.
-        if lapsed && !config.require_encryption {
-            return Ok(std::future::pending().await);
-        }
-        let scene = (&config, &datapath);
-        settings.firewall.keep(scene, &handle, first && !lapsed, (settled, book)).await
+    warn_if_stale(daemon.subnets, &ready.views.borrow());
+    let Assembled { network, parts, refused, shown: _shown } = daemon.assemble(ready)?;
+    // Before objects are put for its pod networks.
+    let state_dir = &daemon.settings.state_dir;
+    let old_networks =
+        OldNetworks::record(state_dir, &network.config, daemon.starter.writes.clone()).await;
+    let mut services = network.services(parts);
+    let mut triggers = network.triggers(refused, old_networks);
+    let ended = tokio::select! {
+        ended = services.first_end() => ended,
+        ended = triggers.first_end() => ended,
     };
-    let probing = async {
-        match &paths {
-            Some(paths) => probe(&probes, handle.clone(), paths).await,
-            None => std::future::pending().await,
-        }
+    let reason = match ended {
+        Ended::Rebuild(reason) => reason,
+        Ended::Stopped(reason) => return Ok(End::Stopped(reason)),
+        Ended::Failed(error) => return Err(error),
     };
-    let looks = look(observer, rules.clone());
-    let validate = async |to: &Config| {
-        let tried = starter.try_out(&validator, to, Purpose::Use).await;
+    drop(triggers);
+    let subnet_file = network.subnet_file();
+    // The next network may take long, because of a store that does not answer.
+    tokio::select! {
+        ended = services.first_end() => match ended {
+            Ended::Rebuild(reason) | Ended::Stopped(reason) => Ok(End::Stopped(reason)),
+            Ended::Failed(error) => Err(error),
+        },
+        ready = daemon.rebuild(reason, held) => ready.map(|ready| End::Replaced(Box::new(ready))),
+        error = subnet_file.restore() => Err(error),
+    }
+}
+
+impl<'a> DaemonContext<'a> {
+    /// Builds the next network, while the lease `held` is renewed.
+    async fn rebuild(&self, reason: String, held: Option<&Lease>) -> Result<Ready, Error> {
+        tracing::info!(%reason, "rebuilding the network");
+        Box::pin(self.starter.next(held, self.observer)).await
+    }
+
+    /// Connects the parts of a network, and shows it to observers.
+    ///
+    /// # Errors
+    /// The options of a backend are wrong.
+    fn assemble(self, ready: Ready) -> Result<Assembled<'a>, Error> {
+        let Self { settings, subnets, starter, go_flannel, observer } = self;
+        let (rules, rules_shown) = watch::channel(settings.firewall.rulebook(&ready.config));
+        let running = ready.running(settings, rules_shown);
+        let probes = running.probes(&settings.control);
+        let probe_server = running.probe_server(settings.control.doctor_port);
+        let shown = observer.running(running);
+        let needs_handshakes = ready.network.needs_handshakes();
+        let tunnel_devices =
+            if needs_handshakes { ready.backends.handshakes_on(settings) } else { BTreeSet::new() };
+        // Nothing is known before the first read.
+        let unread = (!tunnel_devices.is_empty()).then(Tunnels::default);
+        let (tunnels, tunnels_seen) = watch::channel(unread);
+        let (settled, rules_settled) = watch::channel(false);
+        let network = RunningNetwork {
+            settings,
+            subnets,
+            starter,
+            go_flannel,
+            observer,
+            cached: ready.cached,
+            lapsed: ready.lapsed,
+            first: ready.first,
+            before: ready.before,
+            withholds_offers: ready.network.withholds_offers(),
+            handle: ready.network.handle(),
+            views: ready.views,
+            datapath: ready.backends.datapath(settings),
+            footprint: ready.backends.footprint(Some(ready.uplink.iface.name))?,
+            config: ready.config,
+            backends: ready.backends,
+            record: ready.record,
+            uplink: ready.uplink,
+            validator: ready.validator,
+            rules_settled,
+            tunnels: tunnels_seen,
+        };
+        let parts = Parts {
+            routes: ready.network,
+            handshakes: ready.handshakes,
+            tunnel_devices,
+            tunnels,
+            rules_settled: settled,
+            rules,
+            paths: ready.paths,
+            probes,
+            probe_server,
+        };
+        Ok(Assembled { network, parts, refused: ready.refused, shown })
+    }
+}
+
+impl RunningNetwork<'_> {
+    /// The subnet file of this network.
+    pub(super) fn subnet_file(&self) -> SubnetFile<'_> {
+        SubnetFile { network: self }
+    }
+
+    /// Checks that a network can be built from the config of the store, or from the one in use.
+    ///
+    /// # Errors
+    /// The store does not answer, or no network can be built.
+    pub(super) async fn validate_stored(&self) -> Result<(), Error> {
+        // The next network may be built from another config.
+        let next = stored(self.subnets, Some(&self.config)).await?;
+        self.validator.usable(next, Some(&self.config)).await.map(drop)
+    }
+
+    /// Checks that the next network can be built from this config. Notes the result.
+    ///
+    /// # Errors
+    /// The store does not answer, or no network can be built.
+    async fn validate_next(&self, config: &Config) -> Result<(), Error> {
+        let tried = self.starter.try_out(&self.validator, config, Purpose::Use).await;
         let refused = match &tried {
             Err(error) if error.is_of_store() => return tried,
-            Err(error) => Some(Refused { config: to.clone(), reason: error.to_string() }),
+            Err(error) => Some(Refused { config: config.clone(), reason: error.to_string() }),
             Ok(()) => None,
         };
-        starter.refusals.set(refused);
+        self.starter.refusals.set(refused);
         tried
-    };
-    let ask = async |to: &Config| starter.try_out(&validator, to, Purpose::Question).await;
-    // The next network may be built from another config.
-    let validate_again = async || {
-        let next = stored(subnets, Some(&config)).await?;
-        validator.usable(next, Some(&config)).await.map(drop)
-    };
-    let write =
-        async || publish(settings, &config, &handle, rules.clone(), (go_flannel, observer)).await;
-    let restore = async || {
-        if lapsed {
-            return std::future::pending().await;
-        }
-        SubnetEnv::restore(&settings.subnet_file, &write).await
-    };
-    let hold = async {
-        if lapsed {
-            return until_live(subnets, own, views.clone(), &validate_again, observer).await;
-        }
-        write().await?;
-        tracing::info!(
-            lease = %own, backend = team.target.kind(), mtu = handle.mtu,
-            subnet_file = %settings.subnet_file.display(), "running"
-        );
-        tokio::select! {
-            reason = hold(subnets, &handle.lease) => reason,
-            failed = restore() => match failed? {},
-        }
-    };
-    let uplink = chosen.iface.name;
-    let (kernel, footprint) = (chosen.kernel.clone(), team.footprint(Some(uplink))?);
-    let routes = async {
-        if config.require_encryption {
-            let kernel = chosen.kernel.clone() as Arc<dyn Kernel>;
-            until_ruled(&kernel, (&footprint, &datapath.encrypted), rules.clone()).await;
-        }
-        network.run(views.clone()).await
-    };
-    let old_networks = OldNetworks::record(&settings.state_dir, &config).await;
-    let status = || handle.status.clone();
-    let tunnel_kernel = chosen.kernel.clone();
-    let read_tunnel = move |link| tunnel_kernel.tunnel(link);
-    let host = starter.host(&chosen.iface);
-    let retry = async |runs: &Runs| prepare(&host, runs).await;
-    let devices = |status: &Status| team.devices(status);
-    let works = async {
-        if until_in_place(&devices, status()).await {
-            starter.works(&config).await;
-        }
-        std::future::pending().await
-    };
-    let falls_back = async {
-        match before {
-            Before::Earlier => failure(&devices, status()).await,
-            Before::Nothing => std::future::pending().await,
-        }
-    };
-    let events = async {
-        tokio::select! {
-            never = old_networks.clear(kernel.clone(), footprint.clone(), status()) =>
-                match never {},
-            never = old_records::clear(kernel.clone(), (settings, &team, &moving), status()) =>
-                match never {},
-            never = moving.clear((settings, &team), kernel.clone(), status()) => match never {},
-            never = go_flannel.clear(kernel.clone(), (footprint.clone(), &config), status()) =>
-                match never {},
-            reason = moving.next(
-                (&team, own), (views.clone(), status(), seen_tunnels), &chosen.kernel, observer
-            ) => Ok(reason),
-            reason = moving.revive((&team, own), views.clone(), retry) => Ok(reason),
-            never = works => never,
-            reason = falls_back => {
-                moving.drop_unoffered(team.target);
-                let reason = starter.refusals.failed(&config, &reason, observer.reloads());
-                Ok(format!("back to the config before: {reason}"))
-            }
-            reason = publish_offers(withholds_offers, before, &devices, status()) => Ok(reason),
-            reason = hold => reason,
-            reason = to_apply(subnets, (&config, cached), refused, &validate, observer) => reason,
-            reason = chosen.changed(&config, &validate_again, observer) => Ok(reason),
-        }
-    };
-    let replaced = async {
-        let reason = events.await?;
-        // It may take long, because of a store that does not answer.
-        tokio::select! {
-            ready = next(reason) => ready.map(|ready| End::Replaced(Box::new(ready))),
-            failed = restore() => match failed? {},
-        }
-    };
-    tokio::select! {
-        never = follow(read_tunnel, tunnel_devices, (handshakes, tunnels)) => match never {},
-        ended = routes => match ended? {
-            Ended::Rebuild(reason) => Ok(End::Stopped(reason)),
-            ended => Err(Error::Stopped(format!("{ended:?}"))),
-        },
-        end = replaced => end,
-        never = observer.answer_trials(ask) => match never {},
-        never = firewall => match never? {},
-        never = log_status(status()) => match never {},
-        never = observer.follow(views.clone()) => match never {},
-        never = looks => match never {},
-        never = responder => match never {},
-        never = probing => match never {},
     }
-}
 
-/// Waits until this node's devices have its new keys, if its lease has the old ones. Returns the
-/// reason for which the network must be rebuilt.
-async fn publish_offers(
-    withheld: bool,
-    before: Before,
-    devices: impl Fn(&Status) -> Devices,
-    mut status: watch::Receiver<Arc<Status>>,
-) -> String {
-    if !withheld {
-        return std::future::pending().await;
+    /// The controllers that keep the network working until the next one is built.
+    fn services(&self, parts: Parts) -> Controllers<'_> {
+        let mut services = Controllers::default();
+        services.add(RouteController { network: self, routes: parts.routes }.run());
+        let firewall = FirewallController {
+            options: &self.settings.firewall,
+            config: &self.config,
+            datapath: &self.datapath,
+            own: self.handle.lease.subnets,
+            lapsed: self.lapsed,
+            first: self.first,
+            settled: parts.rules_settled,
+            state: parts.rules,
+        };
+        services.add(firewall.run());
+        let kernel = Arc::clone(&self.uplink.kernel);
+        let handshakes = HandshakeController {
+            read: move |link| kernel.tunnel(link),
+            devices: parts.tunnel_devices,
+            open: parts.handshakes,
+            tunnels: parts.tunnels,
+        };
+        services.add(handshakes.run());
+        services.add(ProbeServer { config: parts.probe_server }.run());
+        let paths = PathController {
+            settings: parts.probes,
+            handle: self.handle.clone(),
+            paths: parts.paths,
+        };
+        services.add(paths.run());
+        services.add(QuestionController { network: self }.run());
+        services.add(StatusLogController { status: self.handle.status.clone() }.run());
+        let lease_times =
+            LeaseTimesController { observer: self.observer, views: self.views.clone() };
+        services.add(lease_times.run());
+        let findings =
+            HostFindingsController { observer: self.observer, rules: self.rules_settled.clone() };
+        services.add(findings.run());
+        services
     }
-    if before == Before::Earlier {
-        // If the devices cannot be made, this node goes back, and no peer needs the keys.
-        until_in_place(devices, status.clone()).await;
-    }
-    // If another object of this node cannot be put, peers must still learn the new keys.
-    let in_place = status.wait_for(|status| status.own_in_place);
-    drop(tokio::time::timeout(RULES, in_place).await);
-    "the devices have the new keys of this node, which its lease gets now".to_owned()
-}
 
-/// Waits until the store answers and a network with a lease can be built. Returns the reason.
-async fn until_live(
-    subnets: &dyn SubnetManager,
-    own: Subnets,
-    mut views: watch::Receiver<View>,
-    validate: impl AsyncFn() -> Result<(), Error>,
-    observer: &Observer,
-) -> Result<String, Error> {
-    tracing::warn!(
-        lease = %own, store = %subnets.store_status().store,
-        "this node's lease has run out: until the store answers, routes to peers stay in place, \
-         and its own subnet is not set up"
-    );
-    if views.wait_for(|view| matches!(view.origin, Origin::Live { .. })).await.is_err() {
-        // The watch has ended, which the network reports.
-        std::future::pending::<()>().await;
-    }
-    let mut logged = None;
-    while let Err(error) = validate().await {
-        // The store may fail again, which is reported elsewhere.
-        let gone = error.is_of_store();
-        let why = (!gone).then(|| error.to_string());
-        if let Some(why) = why.as_ref().filter(|why| logged.as_ref() != Some(*why)) {
-            tracing::warn!(
-                error = %why,
-                "the store answers, but no lease is requested, because no network could be built"
-            );
-        }
-        let remedy = error.remedy(&subnets.store_status().kind);
-        let trouble = why.clone().map(|why| Trouble::new(why, remedy));
-        observer.note(|facts| facts.waits_for = trouble);
-        logged = why.or(logged);
-        tokio::time::sleep(if gone { STORE_AGAIN } else { SECOND_THOUGHT }).await;
-    }
-    Ok("the store answers, so a lease can be requested".to_owned())
-}
-
-/// Writes the subnet file, so that pods can start, after the rules and the tunnel are in place.
-/// With the bridge of the pods before the tunnel, Linux would treat the tunnel's IPv6 address as
-/// the anycast address of the bridge's subnet, which accepts no TCP connection.
-async fn publish(
-    settings: &DaemonConfig,
-    config: &Config,
-    handle: &NetworkHandle,
-    rules: watch::Receiver<bool>,
-    (go_flannel, observer): (&GoFlannel, &Observer),
-) -> Result<(), Error> {
-    rules_and_tunnel(config.require_encryption, rules, handle.status.clone()).await;
-    let env = SubnetEnv {
-        networks: config.pod_networks().collect(),
-        subnets: handle.lease.subnets.iter().collect(),
-        mtu: handle.mtu,
-        ip_masq: settings.firewall.masquerade,
-    };
-    let (path, go_flannel) = (settings.subnet_file.clone(), go_flannel.clone());
-    run_blocking_in_order(move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file()))
-        .await?;
-    observer.note(|facts| facts.subnet_file = true);
-    Ok(())
-}
-
-/// Waits until the rules and the tunnel are in place, for a limited time. Rules that are `required`
-/// are awaited for any time.
-async fn rules_and_tunnel(
-    required: bool,
-    mut rules: watch::Receiver<bool>,
-    mut status: watch::Receiver<Arc<Status>>,
-) {
-    if required && rules.wait_for(|settled| *settled).await.is_err() {
-        // The firewall has ended, which ends the network.
-        std::future::pending::<()>().await;
-    }
-    // The results are dropped at once, because they lock the channels for their senders.
-    let there = async {
-        drop(rules.wait_for(|settled| *settled).await);
-        drop(status.wait_for(|status| status.own_in_place).await);
-    };
-    let _ = tokio::time::timeout(RULES, there).await;
-}
-
-/// Looks for findings about this host, for the first time when the firewall rules are in place or
-/// cannot be. Logs changes.
-async fn look(observer: &Observer, mut rules: watch::Receiver<bool>) -> Infallible {
-    let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
-    loop {
-        let snapshot = observer.snapshot().with_traffic().await;
-        let findings = host::look(&snapshot, observer.legacy()).await.findings;
-        log_changes(&snapshot.facts.findings, &findings, snapshot.deployment());
-        observer.note(|facts| facts.findings = findings);
-        tokio::time::sleep(LOOK).await;
+    /// The controllers that end when the network must be rebuilt. `refused` is the config of the
+    /// store, if the network was not built from it.
+    fn triggers(&self, refused: Option<Refused>, old_networks: OldNetworks) -> Controllers<'_> {
+        let mut triggers = Controllers::default();
+        triggers.add(LeaseController { network: self }.run());
+        let config = ConfigController {
+            subnets: self.subnets,
+            used: &self.config,
+            cached: self.cached,
+            refused,
+            validate: async |to: &Config| self.validate_next(to).await,
+            observer: self.observer,
+        };
+        triggers.add(config.run());
+        triggers.add(UplinkController { network: self }.run());
+        let moves = MoveController {
+            record: &self.record,
+            backends: &self.backends,
+            own: self.handle.lease.subnets,
+            views: self.views.clone(),
+            status: self.handle.status.clone(),
+            tunnels: self.tunnels.clone(),
+            kernel: &self.uplink.kernel,
+            observer: self.observer,
+        };
+        triggers.add(moves.run());
+        let host = self.starter.host(&self.uplink.iface);
+        let absent = AbsentBackendController {
+            record: &self.record,
+            backends: &self.backends,
+            own: self.handle.lease.subnets,
+            views: self.views.clone(),
+            prepare: async move |backend: &BackendInUse| prepare(&host, backend).await,
+        };
+        triggers.add(absent.run());
+        triggers.add(ProofController { network: self }.run());
+        triggers.add(ProbationController { network: self }.run());
+        let new_keys = NewKeyController {
+            withheld: self.withholds_offers,
+            before: self.before,
+            backends: &self.backends,
+            status: self.handle.status.clone(),
+        };
+        triggers.add(new_keys.run());
+        triggers.add(LeftoverController { network: self, old_networks }.run());
+        triggers
     }
 }
 
@@ -355,58 +360,5 @@ fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
             "stale: leases from the cache are put in place; nothing is deleted until the store \
              answers"
         );
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use tokio::time::Instant;
-
-    use super::*;
-
-    /// Missing firewall rules or a missing tunnel delay pods for a limited time.
-    #[tokio::test(start_paused = true)]
-    async fn the_wait_for_rules_and_tunnel_has_a_time_limit() {
-        for (settled, tunnel) in [(true, true), (true, false), (false, true), (false, false)] {
-            let (_rulebook, rules) = watch::channel(settled);
-            let mut status = Status::default();
-            status.own_in_place = tunnel;
-            let (_network, status) = watch::channel(Arc::new(status));
-            let start = Instant::now();
-            let wait = rules_and_tunnel(false, rules, status);
-            tokio::time::timeout(2 * RULES, wait).await.unwrap();
-            let (took, due) =
-                (start.elapsed(), if settled && tunnel { Duration::ZERO } else { RULES });
-            assert!(due <= took && took < due + RULES, "{settled} {tunnel}: {took:?}");
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn the_wait_ends_when_rules_and_tunnel_are_in_place() {
-        let (rulebook, rules) = watch::channel(false);
-        let (network, status) = watch::channel(Arc::new(Status::default()));
-        let start = Instant::now();
-        let changes = async {
-            tokio::time::sleep(RULES / 4).await;
-            rulebook.send(true).unwrap();
-            tokio::time::sleep(RULES / 4).await;
-            network.send_modify(|status| Arc::make_mut(status).own_in_place = true);
-        };
-        tokio::join!(rules_and_tunnel(false, rules, status), changes);
-        assert!(start.elapsed() < RULES * 3 / 4, "{:?}", start.elapsed());
-    }
-
-    /// Until then, packets of pods could leave unencrypted.
-    #[tokio::test(start_paused = true)]
-    async fn required_rules_are_awaited_for_any_time() {
-        let (rulebook, rules) = watch::channel(false);
-        let mut status = Status::default();
-        status.own_in_place = true;
-        let (_network, status) = watch::channel(Arc::new(status));
-        let wait = rules_and_tunnel(true, rules, status);
-        tokio::pin!(wait);
-        tokio::time::timeout(1_000 * RULES, &mut wait).await.unwrap_err();
-        rulebook.send(true).unwrap();
-        tokio::time::timeout(RULES / 2, wait).await.unwrap();
     }
 }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use tokio::time::sleep;
 
-use crate::blocking::run_blocking_in_order;
+use crate::blocking::BlockingQueue;
 
 /// The pause before a file is written again.
 const WRITE_AGAIN: Duration = Duration::from_secs(10);
@@ -28,6 +28,7 @@ pub(super) struct Proven {
     config: Mutex<Option<Config>>,
     /// The config in the file, as far as this process knows.
     in_file: Mutex<Option<Config>>,
+    writes: BlockingQueue,
 }
 
 /// The content of the file.
@@ -54,7 +55,18 @@ impl Proven {
             None
         });
         let in_file = Mutex::new(config.clone());
-        Self { file, store: store.to_owned(), config: Mutex::new(config), in_file }
+        Self {
+            file,
+            store: store.to_owned(),
+            config: Mutex::new(config),
+            in_file,
+            writes: BlockingQueue::default(),
+        }
+    }
+
+    /// Writes its file in this queue.
+    pub(super) fn writing_in(self, writes: BlockingQueue) -> Self {
+        Self { writes, ..self }
     }
 
     /// The config; `None` if no network of this host is known to have worked.
@@ -85,7 +97,7 @@ impl Proven {
         loop {
             let file = self.file.clone();
             let text = text.clone();
-            let written = run_blocking_in_order(move || state_dir::replace(&file, &text)).await;
+            let written = self.writes.run(move || state_dir::replace(&file, &text)).await;
             let Err(error) = written else {
                 *lock(&self.in_file) = Some(config.clone());
                 return;

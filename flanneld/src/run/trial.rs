@@ -6,26 +6,24 @@
 //! module, the rights of this process, an identifier that no other device has, a free port, the
 //! MTU, memory. Nothing stays.
 
+mod stand_ins;
+
 use std::collections::BTreeSet;
-use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use async_trait::async_trait;
-use flannel_core::backend::{Built, Inlet, MakeSecret, NodeLease, Prepared, Secrets};
-use flannel_core::kernel::{Footprint, KernelError};
-use flannel_core::lease::{LeaseAttrs, Revision, View};
-use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, Secret, State};
-use flannel_core::runtime::{blocking, lock};
-use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
-use flannel_core::{Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
+use flannel_core::backend::{Built, Inlet, NodeLease, Prepared};
+use flannel_core::kernel::{Footprint, KernelError, Outcome};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, State};
+use flannel_core::runtime::blocking;
+use flannel_core::{Config, Error as Cause, Kernel, Lease, Subnets};
 use flannel_netlink::NetlinkKernel;
-use flannel_options::FileSecrets;
 use libc::{EADDRINUSE, EEXIST};
-use tokio::sync::watch;
 
-use super::leftovers::log_removal;
+pub(super) use self::stand_ins::{KnownStore, UnsavedSecrets};
+use super::controllers::leftovers::log_removal;
+use crate::blocking::BlockingQueue;
 use crate::error::Error;
 
 /// The name of a device that exists only during a trial.
@@ -33,76 +31,6 @@ const NAME: &str = "flannel-trial";
 /// It is not that of a device of a network. Otherwise the kernel handle would take a renamed device
 /// for this one.
 const MAC: MacAddr = MacAddr::local([0x0a, 0xf1, 0xa2, 0xe1, 0x7e, 0x57]);
-
-/// The store as this node knows it, so that a repeated trial sends it no request.
-#[derive(Debug)]
-pub(super) struct KnownStore {
-    pub(super) subnets: Arc<dyn SubnetManager>,
-    /// The hints of the last start.
-    pub(super) hints: Hints,
-}
-
-#[async_trait]
-impl SubnetManager for KnownStore {
-    async fn network_config(&self) -> flannel_core::Result<Config> {
-        self.subnets.network_config().await
-    }
-
-    fn use_config(&self, config: &Config) {
-        self.subnets.use_config(config);
-    }
-
-    async fn hints(&self) -> flannel_core::Result<Hints> {
-        Ok(self.hints.clone())
-    }
-
-    async fn acquire_lease(&self, attrs: &LeaseAttrs) -> flannel_core::Result<Lease> {
-        self.subnets.acquire_lease(attrs).await
-    }
-
-    fn publishes_attrs(&self) -> bool {
-        self.subnets.publishes_attrs()
-    }
-
-    async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> flannel_core::Result<Lease> {
-        self.subnets.publish(held, attrs).await
-    }
-
-    async fn hold_lease(&self, held: &Lease) -> flannel_core::Result<LeaseEnd> {
-        self.subnets.hold_lease(held).await
-    }
-
-    async fn watch_leases(&self) -> flannel_core::Result<watch::Receiver<View>> {
-        self.subnets.watch_leases().await
-    }
-
-    fn ownership(&self) -> watch::Receiver<Ownership> {
-        self.subnets.ownership()
-    }
-
-    fn store_status(&self) -> StoreStatus {
-        self.subnets.store_status()
-    }
-}
-
-/// The secrets of this node, without storing a new one.
-#[derive(Debug)]
-pub(super) struct UnsavedSecrets(pub(super) FileSecrets);
-
-#[async_trait]
-impl Secrets for UnsavedSecrets {
-    async fn get_or_create(&self, name: &str, make: &MakeSecret<'_>) -> io::Result<Secret> {
-        let is_missing = AtomicBool::new(false);
-        let none = || {
-            is_missing.store(true, Ordering::Relaxed);
-            Err(io::Error::from(io::ErrorKind::NotFound))
-        };
-        match self.0.get_or_create(name, &none).await {
-            Err(_) if is_missing.load(Ordering::Relaxed) => make(),
-            stored => stored,
-        }
-    }
-}
 
 /// What the networks that run have, and what a device or a process of the next one may need.
 #[derive(Debug, Default)]
@@ -128,6 +56,8 @@ pub(super) async fn clear(kernel: &Arc<NetlinkKernel>) {
 }
 
 /// Checks that the kernel can hold the devices of a network, while networks that have `held` run.
+/// All trials have one name for their devices, so they run one after the other in `queue`, also
+/// those whose future was dropped.
 ///
 /// # Errors
 /// The kernel refuses a device, or another program has the port of a process.
@@ -135,10 +65,8 @@ pub(super) async fn check(
     kernel: &Arc<NetlinkKernel>,
     held: Held,
     candidate: Candidate<'_>,
+    queue: &BlockingQueue,
 ) -> Result<(), Error> {
-    /// All trials have one name for their devices. A dropped future does not end its trial.
-    static ONE: Mutex<()> = Mutex::new(());
-
     let Candidate { config, prepared, inlets } = candidate;
     let links = match (prepared.build)(&lease_of(config)?)? {
         Built::Kernel(blueprint) => devices(&blueprint.base),
@@ -146,19 +74,18 @@ pub(super) async fn check(
     };
     let is_v6 = config.networks.v6.is_some();
     let kernel = Arc::clone(kernel);
-    blocking(move || {
-        let _one = lock(&ONE);
+    let ask = move || {
         let there = devices_there(&*kernel, &held.links, &links)?;
         for link in &links {
             check_name(&kernel, &there, link)?;
-            check_device(&*kernel, Scene { there: &there, held: &held }, link)?;
+            check_device(&*kernel, InUse { there: &there, held: &held }, link)?;
         }
         if !links.iter().any(|link| matches!(link.kind, LinkKind::Tun(_))) {
             return Ok(());
         }
         inlets.into_iter().try_for_each(|inlet| check_port(inlet, &held.udp_ports, is_v6))
-    })
-    .await
+    };
+    queue.run(ask).await
 }
 
 fn name() -> LinkName {
@@ -196,9 +123,9 @@ fn devices_there(
     Ok(devices(&state))
 }
 
-/// The surroundings of a trial.
+/// What is in use on this host during a trial.
 #[derive(Clone, Copy)]
-struct Scene<'a> {
+struct InUse<'a> {
     /// The devices in the kernel that are of this program, or have a name that is needed.
     there: &'a [Link],
     held: &'a Held,
@@ -215,12 +142,12 @@ fn check_name(kernel: &NetlinkKernel, there: &[Link], link: &Link) -> Result<(),
 }
 
 /// Puts a device like `link`, and deletes it again.
-fn check_device(kernel: &dyn Kernel, scene: Scene<'_>, link: &Link) -> Result<(), Error> {
+fn check_device(kernel: &dyn Kernel, in_use: InUse<'_>, link: &Link) -> Result<(), Error> {
     let is_there = |is: &Link| {
         let is_same_kind = std::mem::discriminant(&is.kind) == std::mem::discriminant(&link.kind);
         is.name == link.name && is_same_kind && port(is) == port(link)
     };
-    if scene.there.iter().any(is_there) {
+    if in_use.there.iter().any(is_there) {
         return Ok(());
     }
     let mut trial = Link { name: name(), ..link.clone() };
@@ -228,19 +155,17 @@ fn check_device(kernel: &dyn Kernel, scene: Scene<'_>, link: &Link) -> Result<()
         vxlan.mac = MAC;
     }
     let footprint = Footprint { links: [trial.name].into(), ..Footprint::default() };
-    let put = |kernel: &dyn Kernel, change| kernel.apply(&footprint, &[change]).pop();
-    let made = put(kernel, Change::Put(trial.clone().into())).unwrap_or(Ok(()));
+    let made = kernel.apply(&footprint, &[Change::Put(trial.clone().into())]).pop();
     // Also after a failure, which may have left a device that is down.
-    let deleted = put(kernel, Change::Delete(trial.clone().into())).unwrap_or(Ok(()));
-    if let Err(error) = deleted
+    let deleted = kernel.apply(&footprint, &[Change::Delete(trial.clone().into())]).pop();
+    if let Some(Outcome::Failed(error)) = deleted
         && !error.is_absent()
     {
         tracing::warn!(link = %trial.name, %error, "the device of a trial is not deleted");
     }
     match made {
-        Err(error) if error.is_started() => Ok(()),
-        Err(error) if scene.excuses(error.errno, link) => Ok(()),
-        made => made.map_err(|error| refused(link, error)),
+        Some(Outcome::Failed(error)) if !in_use.excuses(&error, link) => Err(refused(link, error)),
+        _ => Ok(()),
     }
 }
 
@@ -249,17 +174,16 @@ fn refused(link: &Link, source: KernelError) -> Error {
     Cause::Kernel { object: format!("{kind} device {}", link.name), source }.into()
 }
 
-impl Scene<'_> {
+impl InUse<'_> {
     /// Whether the kernel refuses `link` with this error because the network that runs has what it
     /// needs. That network goes before.
-    fn excuses(&self, errno: i32, link: &Link) -> bool {
+    fn excuses(&self, error: &KernelError, link: &Link) -> bool {
         // Two of them without a remote address exclude each other.
         let is_ipip = |link: &Link| matches!(link.kind, LinkKind::Ipip(_) | LinkKind::Fou(_));
-        match errno {
-            EADDRINUSE => port(link).is_some_and(|port| self.has_port(port)),
-            EEXIST => is_ipip(link) && self.there.iter().any(is_ipip),
-            _ => false,
+        if error.is(EADDRINUSE) {
+            return port(link).is_some_and(|port| self.has_port(port));
         }
+        error.is(EEXIST) && is_ipip(link) && self.there.iter().any(is_ipip)
     }
 
     fn has_port(&self, wanted: u16) -> bool {
@@ -362,8 +286,8 @@ mod tests {
                 kernel.fail(1, errno, |call| call.operation == Operation::Create);
             }
             let held = Held { udp_ports: udp_ports.clone(), ..Held::default() };
-            let scene = Scene { there: there.as_slice(), held: &held };
-            let result = check_device(&kernel, scene, &link);
+            let in_use = InUse { there: there.as_slice(), held: &held };
+            let result = check_device(&kernel, in_use, &link);
             let error = result.as_ref().err().map(ToString::to_string);
             assert_eq!(result.is_err(), is_refused, "{there:?} {link:?} {errno:?}: {error:?}");
             assert!(error.is_none_or(|error| error.contains(&format!("device {}", link.name))));
@@ -384,19 +308,5 @@ mod tests {
         drop(socket);
         check_port(inlet, &BTreeSet::new(), false).unwrap();
         check_port(Inlet::Protocol(4), &BTreeSet::new(), true).unwrap();
-    }
-
-    #[tokio::test]
-    async fn a_question_stores_no_secret_and_reads_those_that_are_there() {
-        let dir = tempfile::tempdir().unwrap();
-        let files = || FileSecrets::new(dir.path());
-        let unsaved = UnsavedSecrets(files());
-        let make = |byte: u8| move || Ok(Secret::new([byte; 32]));
-        let made = unsaved.get_or_create("wireguard", &make(7)).await.unwrap();
-        assert_eq!(made.expose(), [7; 32]);
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-        files().get_or_create("wireguard", &make(8)).await.unwrap();
-        let read = unsaved.get_or_create("wireguard", &make(9)).await.unwrap();
-        assert_eq!(read.expose(), [8; 32]);
     }
 }

@@ -45,7 +45,8 @@ pub(crate) async fn publish(subnets: &dyn SubnetManager, observer: &Observer) ->
     if !subnets.publishes_readiness() {
         return std::future::pending().await;
     }
-    let (mut ownership, mut changes) = (subnets.ownership(), observer.changes());
+    let mut ownership = subnets.ownership();
+    let mut changes = observer.changes();
     let mut verdict = Verdict::new(Instant::now());
     let mut published = None;
     loop {
@@ -109,7 +110,8 @@ impl Verdict {
             return Some(due);
         }
         let again = Backoff::new(AGAIN, AGAIN).pause();
-        (self.readiness, self.next) = (readiness, Some(now + again));
+        self.readiness = readiness;
+        self.next = Some(now + again);
         None
     }
 }
@@ -174,7 +176,8 @@ mod tests {
     async fn changes_of_firewall_rules_are_published_without_an_event() {
         let observer = Observer::default();
         let mut status = flannel_core::status::Status::default();
-        (status.in_sync, status.live) = (true, true);
+        status.in_sync = true;
+        status.live = true;
         let (rules, rulebook) = watch::channel(Rulebook::Unwanted);
         let (subnets, mut running) = network(status).await;
         subnets.set_publishes_readiness(true);

@@ -228,7 +228,8 @@ mod tests {
             || Cause::OutOfSubnets { family: flannel_core::address::Family::V4, total: 1 },
             || Cause::NotReady { store: "store".into(), reason: "no PodCIDR".into() },
         ] {
-            let (begin, attempts) = (Instant::now(), Cell::new(0));
+            let begin = Instant::now();
+            let attempts = Cell::new(0);
             let start = async || {
                 attempts.set(attempts.get() + 1);
                 if attempts.get() <= 20 { Err(Error::Network(cause())) } else { Ok(family) }
@@ -352,7 +353,8 @@ mod tests {
     /// As if a node has no PodCIDR, and may not list nodes.
     #[tokio::test(start_paused = true)]
     async fn an_error_of_a_slow_store_and_another_reason_are_logged_once_each() {
-        let (lines, attempts) = (test_support::Logged::default(), Cell::new(0));
+        let lines = test_support::Logged::default();
+        let attempts = Cell::new(0);
         let _guard = tracing::subscriber::set_default(lines.clone());
         let subnets = Refusing(FakeSubnets::new("10.1.0.0/16"));
         let start = async || {

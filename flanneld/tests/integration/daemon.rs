@@ -551,7 +551,7 @@ fn the_process_that_changed_a_route_is_logged() {
                 let other = NetlinkKernel::open().unwrap();
                 let dst = "10.1.7.0/24".parse().unwrap();
                 let theirs = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
-                assert!(other.apply(&Footprint::default(), &[theirs])[0].is_ok());
+                assert!(other.apply(&Footprint::default(), &[theirs])[0].is_done());
                 let name = fs::read_to_string("/proc/self/comm").unwrap();
                 let process = format!("{} (process {})", name.trim_end(), std::process::id());
                 daemon.wait_for_log(&format!(

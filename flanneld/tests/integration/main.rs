@@ -8,6 +8,7 @@ mod control;
 mod daemon;
 mod documents;
 mod doors;
+mod embedded;
 mod environment;
 #[cfg(feature = "etcd")]
 mod etcd;

@@ -14,7 +14,7 @@ use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::ExternalInterface;
-use flannel_core::kernel::Footprint;
+use flannel_core::kernel::{Footprint, Outcome};
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::{Change, MacAddr, Neigh, ObjectKind};
 use flannel_core::status::{Damage, Status};
@@ -855,14 +855,14 @@ async fn flood(setup: Setup, nexthops: usize) {
     // The runtime has one thread. While it is blocked, the buffer overflows.
     for round in 0..3 {
         let flood: Vec<Change> = (0..60_000).map(|n| neigh(n + 60_000 * round)).collect();
-        assert!(other.apply(&Footprint::default(), &flood[..20_000]).iter().all(Result::is_ok));
+        assert!(other.apply(&Footprint::default(), &flood[..20_000]).iter().all(Outcome::is_done));
         // In the middle of the flood, where its event is lost.
         let victim = 7 + round as u8;
         ip(&format!("route del 10.1.{victim}.0/24"));
         ip(&format!("-6 route del fd00:1:0:{victim:x}::/64"));
         ip(&format!("route add 10.1.22{round}.0/24 dev flannel.1 src 192.0.2.1"));
         bridge(&format!("fdb del {} dev flannel.1", mac(Family::V4, victim)));
-        assert!(other.apply(&Footprint::default(), &flood[20_000..]).iter().all(Result::is_ok));
+        assert!(other.apply(&Footprint::default(), &flood[20_000..]).iter().all(Outcome::is_done));
         setup.put_peer(&subnets, LATE + round as u8);
         arrival(&format!("10.1.{}.0/24", u32::from(LATE) + round)).await;
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use flannel_core::Kernel;
 use flannel_core::kernel::{
-    Changes, Footprint, Invalidation, KernelError, NexthopIds, RouteAnswer,
+    Changes, Footprint, Invalidation, KernelError, NexthopIds, Outcome, RouteAnswer,
 };
 use flannel_core::object::{Change, State};
 use tokio::sync::{Notify, mpsc};
@@ -67,7 +67,7 @@ impl Kernel for Prompted {
         self.kernel.nexthop_users(there)
     }
 
-    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         self.kernel.apply(footprint, changes)
     }
 

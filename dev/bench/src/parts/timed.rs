@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use flannel_core::Kernel;
-use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, RouteAnswer};
+use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Outcome, RouteAnswer};
 use flannel_core::object::{Change, State};
 use flannel_core::runtime::lock;
 
@@ -41,10 +41,10 @@ impl Kernel for Timed {
         self.kernel.nexthop_users(there)
     }
 
-    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        let results = self.kernel.apply(footprint, changes);
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
+        let outcomes = self.kernel.apply(footprint, changes);
         *lock(&self.acknowledged) = Some(Instant::now());
-        results
+        outcomes
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {

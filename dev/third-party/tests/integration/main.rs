@@ -3,5 +3,6 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod backend;
+mod embed;
 mod encryption;
 mod registry;

@@ -10,7 +10,7 @@ use flannel_lab::testing::as_root;
 use flannel_lab::{Host, Lab};
 use flannel_subnet::testing::{Fixture, registry_suite};
 use flannel_subnet::{MemoryRegistry, Registry};
-use flanneld::{ControlSocket, Daemon, DaemonConfig, StoreConfig};
+use flanneld::{Daemon, DaemonConfig, StoreConfig};
 use open_test::Lane;
 use tokio::sync::oneshot;
 
@@ -33,11 +33,10 @@ async fn the_registry_of_the_example_passes_the_suite() {
 /// The config of a daemon, without a command line or environment.
 fn config(host: &Host, registry: Arc<dyn Registry>) -> DaemonConfig {
     let mut config = DaemonConfig::new(StoreConfig::Registry(registry));
-    config.backends = config.backends.with(&Lane);
+    config.backends = config.backends.with(Arc::new(Lane));
     config.interface.iface = vec!["eth0".into()];
     config.subnet_file = host.subnet_file();
     config.state_dir = host.dir().join("state");
-    config.control.socket = ControlSocket::Off;
     config.firewall.masquerade = true;
     config
 }

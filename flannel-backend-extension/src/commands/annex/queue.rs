@@ -86,7 +86,7 @@ impl Wanted {
         if record.annex != annex {
             return Err(of_another(record.annex, annex));
         }
-        let wrong = |why| failed(format!("{record} is no task: {why}"));
+        let wrong = |why| KernelError::Other(format!("{record} is no task: {why}"));
         let task = match change {
             Change::Put(_) => Some(Task::of_record(record).map_err(wrong)?),
             Change::Delete(_) => None,
@@ -111,6 +111,14 @@ impl Entry {
 }
 
 impl Queue {
+    /// Takes in a change. If another one of this subnet waits or runs, this one follows it.
+    pub(super) fn want(&mut self, subnet: Subnet, wanted: Wanted) {
+        let entry = self.entries.entry(subnet).or_default();
+        if entry.wanted.replace(wanted).is_none() && !entry.runs {
+            self.ready.push_back(subnet);
+        }
+    }
+
     /// The next change that can begin, which then runs.
     pub(super) fn next(&mut self) -> Option<Job> {
         let of_node = || self.entries.iter().filter(|(_, entry)| entry.is_of_node());
@@ -170,7 +178,8 @@ impl Queue {
             self.ready.push_back(subnet);
             return;
         }
-        let result = result.map_err(|(Unmade::Removal(why) | Unmade::Other(why))| failed(why));
+        let result =
+            result.map_err(|(Unmade::Removal(why) | Unmade::Other(why))| KernelError::Other(why));
         (entry.wanted, entry.last) = (None, Some(result.clone()));
         if result.is_ok() && entry.stored.is_none() {
             self.entries.remove(&subnet);
@@ -191,9 +200,4 @@ impl Queue {
 pub(super) fn of_another(other: &str, annex: &str) -> KernelError {
     let why = format!("the record is of the annex {other}, expected one of {annex}");
     KernelError::explained(EINVAL, why)
-}
-
-/// An error that the text explains.
-pub(super) fn failed(why: String) -> KernelError {
-    KernelError::explained(0, why)
 }

@@ -57,7 +57,7 @@ fn object(n: u8, task: &Task) -> Object {
 
 /// Starts a change.
 fn start(commands: &Commands, change: Change) {
-    assert_eq!(commands.apply(&[change]), [Err(KernelError::started())]);
+    assert_eq!(commands.apply(&[change]), [Outcome::Started]);
 }
 
 /// Makes a change.
@@ -84,7 +84,7 @@ fn the_task_of_this_node_comes_before_those_of_peers_that_wait() {
     start(&commands, Change::Put(node.clone()));
     make(&commands, Change::Put(object(3, &place.task(Of::Peer, "free")))).unwrap();
     assert!(!commands.lock().entries[&subnet(1)].runs, "the node's command runs");
-    assert_eq!(commands.wait(&peer.key(), Duration::ZERO), Err(KernelError::timed_out()));
+    assert_eq!(commands.wait(&peer.key(), Duration::ZERO), Err(KernelError::TimedOut));
     fs::write(go, "").unwrap();
     for object in [node, peer] {
         commands.wait(&object.key(), PATIENCE).unwrap();
@@ -156,11 +156,12 @@ fn a_record_of_another_annex_is_refused() {
     let object = Object::from(place.task(Of::Peer, "peer").record("other", subnet(1)));
     let key = object.key();
     let changes = [Change::Put(object.clone()), Change::Delete(object)];
-    let mut errors = commands.apply(&changes);
-    errors.push(commands.wait(&key, PATIENCE));
-    for error in errors.into_iter().map(Result::unwrap_err) {
+    let mut outcomes = commands.apply(&changes);
+    outcomes.push(commands.wait(&key, PATIENCE).into());
+    for outcome in outcomes {
+        let error = outcome.into_result().unwrap_err();
         let text = error.to_string();
-        assert_eq!(error.errno, EINVAL);
+        assert!(error.is(EINVAL));
         assert!(text.contains("of the annex other, expected one of mine"), "{text}");
     }
     assert!(commands.lock().entries.is_empty());
@@ -181,7 +182,7 @@ fn a_stop_kills_the_commands_that_run_and_removes_the_task_of_this_node() {
     let error = commands.wait(&endless.key(), Duration::ZERO).unwrap_err().to_string();
     assert!(error.ends_with("Join: it was ended, because the annex stops"), "{error}");
     let refused = commands.apply(&[Change::Put(endless)]);
-    assert!(refused[0].as_ref().is_err_and(|error| !error.is_started()), "{refused:?}");
+    assert!(matches!(&refused[..], [Outcome::Failed(_)]), "{refused:?}");
     assert_eq!(place.ran(), ["+node", "+peer", "-node"], "peers stay");
 }
 
@@ -195,6 +196,21 @@ fn a_name_and_a_directory_have_one_annex() {
     assert_eq!(count(NAMES, None), 1);
     assert_eq!(count(Names { annex: "other", ..NAMES }, None), 0);
     assert_eq!(count(NAMES, Some(place.0.path().join("tasks"))), 0);
+}
+
+#[test]
+fn after_a_stop_the_directory_has_a_new_annex() {
+    let place = Place::new();
+    let annexes = Annexes::new();
+    let dir = || Some(place.0.path().join("tasks"));
+    let first = annexes.annex(NAMES, dir());
+    make(&first, Change::Put(object(1, &place.task(Of::Node, "node")))).unwrap();
+    make(&first, Change::Put(object(2, &place.task(Of::Peer, "peer")))).unwrap();
+    first.stop();
+    let second = annexes.annex(NAMES, dir());
+    assert_eq!(records(&second).len(), 1, "the peer is still there");
+    make(&second, Change::Put(object(1, &place.task(Of::Node, "node")))).unwrap();
+    assert_eq!(place.ran(), ["+node", "+peer", "-node", "+node"]);
 }
 
 #[test]

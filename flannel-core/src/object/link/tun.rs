@@ -6,7 +6,7 @@ use super::{LinkAttributes, LinkKind};
 
 /// A tun device with several queues and offloads. The kernel gives its packets to the program that
 /// has made it. A put of a device that does not exist is only
-/// [started](crate::kernel::KernelError::started).
+/// [started](crate::kernel::Outcome::Started).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Tun;
 

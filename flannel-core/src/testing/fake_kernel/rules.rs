@@ -19,6 +19,11 @@ pub(super) trait Rules {
         Ok(())
     }
 
+    /// Whether the put only starts here, because another program makes the object.
+    fn waits_for_its_maker(&self, _tables: &Tables) -> bool {
+        false
+    }
+
     /// Deletes the objects that the kernel deletes when this object replaces `old`.
     fn before_replacing(&self, _old: &Object, _tables: &mut Tables) {}
 
@@ -68,12 +73,11 @@ impl Rules for Link {
             let detail = format!("{} exists and is not a {kind} device", self.name);
             return Err(KernelError::explained(EEXIST, detail));
         }
-        if matches!(self.kind, LinkKind::Tun(_))
-            && !tables.objects.contains_key(&Key::Link(self.name))
-        {
-            return Err(KernelError::started());
-        }
         self.kind.attributes().lower().map_or(Ok(()), |lower| tables.is_up(lower).map(drop))
+    }
+
+    fn waits_for_its_maker(&self, tables: &Tables) -> bool {
+        matches!(self.kind, LinkKind::Tun(_)) && !tables.objects.contains_key(&Key::Link(self.name))
     }
 
     fn before_replacing(&self, old: &Object, tables: &mut Tables) {

@@ -2,14 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use libc::{ENETDOWN, ENODEV, ENOENT};
 use tokio::sync::mpsc;
 
+use super::delivery::Delivery;
 use super::rules::rules;
 use super::{Call, Operation};
 use crate::address::Subnet;
-use crate::kernel::{Footprint, Invalidation, KernelError, KernelEvent, ROUTE_PROTOCOL};
+use crate::kernel::{Footprint, Invalidation, KernelError, KernelEvent, Outcome, ROUTE_PROTOCOL};
 use crate::object::{Key, Link, LinkKind, LinkName, Object, Route, Via};
 
 /// The state of the fake kernel, with its listeners and faults.
@@ -54,6 +56,7 @@ pub(super) struct Fault {
 pub(super) struct Listener {
     pub(super) port: u32,
     pub(super) sender: mpsc::UnboundedSender<Invalidation>,
+    pub(super) delivery: Arc<Delivery>,
 }
 
 impl Tables {
@@ -78,7 +81,11 @@ impl Tables {
     /// Notifies all listeners except for the writer. Writer 0 is no listener: all are notified.
     pub(super) fn publish(&mut self, writer: u32, invalidation: &Invalidation) {
         self.listeners.retain(|listener| {
-            listener.port == writer || listener.sender.send(invalidation.clone()).is_ok()
+            if listener.port == writer {
+                return true;
+            }
+            listener.delivery.send();
+            listener.sender.send(invalidation.clone()).is_ok()
         });
     }
 
@@ -160,19 +167,15 @@ impl Tables {
         self.foreign.iter().find(|(_, foreign)| on(foreign)).map(|(name, _)| *name)
     }
 
-    pub(super) fn put(&mut self, writer: u32, object: &Object) -> Result<(), KernelError> {
-        let key = object.key();
-        let operation =
-            if self.objects.contains_key(&key) { Operation::Replace } else { Operation::Create };
-        self.call(operation, Some(key))?;
-        let rules = rules(object);
-        if let Some(link) = object.link() {
-            let up = self.is_up(link)?;
-            if !up && rules.needs_device_up() {
-                return Err(KernelError::explained(ENETDOWN, "Device for nexthop is not up"));
-            }
+    pub(super) fn put(&mut self, writer: u32, object: &Object) -> Outcome {
+        if let Err(error) = self.may_put(object) {
+            return Outcome::Failed(error);
         }
-        rules.check(self)?;
+        let key = object.key();
+        let rules = rules(object);
+        if rules.waits_for_its_maker(self) {
+            return Outcome::Started;
+        }
         let old = self.objects.get(&key).map(|entry| entry.object.clone());
         if let Some(old) = &old {
             rules.before_replacing(old, self);
@@ -182,7 +185,23 @@ impl Tables {
         if old.as_ref() != Some(object) {
             self.publish_event(writer, object, KernelEvent::Present(object.clone()));
         }
-        Ok(())
+        Outcome::Done
+    }
+
+    /// Records the call of a put. The error is that of a fault, or of the kernel's rules.
+    fn may_put(&mut self, object: &Object) -> Result<(), KernelError> {
+        let key = object.key();
+        let exists = self.objects.contains_key(&key);
+        let operation = if exists { Operation::Replace } else { Operation::Create };
+        self.call(operation, Some(key))?;
+        let rules = rules(object);
+        if let Some(link) = object.link() {
+            let up = self.is_up(link)?;
+            if !up && rules.needs_device_up() {
+                return Err(KernelError::explained(ENETDOWN, "Device for nexthop is not up"));
+            }
+        }
+        rules.check(self)
     }
 
     pub(super) fn delete(&mut self, writer: u32, object: &Object) -> Result<(), KernelError> {

@@ -34,8 +34,8 @@ pub(super) async fn only_changes_by_others_are_reported(fixture: &Fixture<'_>) {
             objects.iter().filter(|o| !unattributed(o)).cloned().map(Change::Put).collect();
         apply(fixture, &ours);
         for object in objects.iter().rev() {
-            let results = fixture.other.apply(&footprint, &[Change::Delete(object.clone())]);
-            assert!(results[0].is_ok(), "{object}: {:?}", results[0]);
+            let outcomes = fixture.other.apply(&footprint, &[Change::Delete(object.clone())]);
+            assert_eq!(outcomes, [Outcome::Done], "{object}");
         }
         let last = objects.first().expect("objects").key();
         let received =
@@ -53,7 +53,7 @@ pub(super) async fn only_changes_by_others_are_reported(fixture: &Fixture<'_>) {
             assert!(!here || late, "{object} was put by ourselves: {received:?}");
         }
         let theirs = Neigh { link: link(n), address: ip(family, 9), mac: mac(9) };
-        assert!(fixture.other.apply(&footprint, &[Change::Put(theirs.into())])[0].is_ok());
+        assert!(fixture.other.apply(&footprint, &[Change::Put(theirs.into())])[0].is_done());
         let want = KernelEvent::Present(theirs.into());
         listen(
             &mut *changes,
@@ -61,7 +61,7 @@ pub(super) async fn only_changes_by_others_are_reported(fixture: &Fixture<'_>) {
         )
         .await;
     }
-    assert!(fixture.other.apply(&footprint, &[Change::Delete(base[0].clone())])[0].is_ok());
+    assert!(fixture.other.apply(&footprint, &[Change::Delete(base[0].clone())])[0].is_done());
     listen(
         &mut *changes,
         |invalidation| matches!(invalidation, Invalidation::Link(name) if *name == link(1)),

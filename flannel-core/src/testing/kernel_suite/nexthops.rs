@@ -1,5 +1,7 @@
 //! Nexthop objects, the routes that use them, and their ids.
 
+use libc::EINVAL;
+
 use super::*;
 use crate::kernel::NexthopBlock;
 
@@ -18,11 +20,8 @@ pub(super) fn routes_are_deleted_with_their_nexthop(fixture: &Fixture<'_>) {
         apply(fixture, &puts(&objects[..1]));
         let refused =
             fixture.kernel.apply(&footprint(fixture.uplink), &puts(&objects[2..])).remove(0);
-        assert_eq!(
-            refused.map_err(|error| error.errno),
-            Err(22),
-            "EINVAL: there is no such nexthop"
-        );
+        let error = refused.into_result().expect_err("there is no such nexthop");
+        assert!(error.is(EINVAL), "{error}");
         apply(fixture, &puts(&objects[1..]));
         let moved = Nexthop { gateway: ip(family, 9), ..by };
         apply(fixture, &puts(&[moved.into()]));
@@ -38,14 +37,13 @@ pub(super) fn routes_are_deleted_with_their_nexthop(fixture: &Fixture<'_>) {
         apply(fixture, &puts(&[down.into()]));
         assert!(!there(&objects[1]) && !there(&objects[2]), "a link that goes down loses both");
         apply(fixture, &puts(&objects[..1]));
-        let result = fixture.kernel.apply(&footprint(fixture.uplink), &puts(&objects[1..]));
-        assert!(result.iter().all(Result::is_ok), "{result:?}");
+        apply(fixture, &puts(&objects[1..]));
         clear(fixture);
     }
     let astray = nexthop(Family::V4, 9, fixture.uplink, IpAddr::from([198, 51, 100, 9]));
     let refused =
         fixture.kernel.apply(&footprint(fixture.uplink), &puts(&[astray.into()])).remove(0);
-    assert!(refused.is_err(), "its gateway is not on the link");
+    assert!(matches!(refused, Outcome::Failed(_)), "its gateway is not on the link");
 }
 
 pub(super) fn nexthop_ids_are_ours_or_foreign(fixture: &Fixture<'_>) {
@@ -61,8 +59,8 @@ pub(super) fn nexthop_ids_are_ours_or_foreign(fixture: &Fixture<'_>) {
     let by = |dst: Subnet, id| Object::from(Route { dst, via: Via::Nexthop(id), mtu: None });
     let elsewhere: Subnet = "10.99.0.0/24".parse().expect("a subnet");
     let objects = [inside.into(), outside.into(), by(subnet(Family::V4, 7), id), by(elsewhere, 77)];
-    for result in fixture.kernel.apply(&footprint, &puts(&objects)) {
-        result.expect("put");
+    for outcome in fixture.kernel.apply(&footprint, &puts(&objects)) {
+        assert_eq!(outcome, Outcome::Done, "put");
     }
     let found = fixture.kernel.snapshot(&footprint).expect("a snapshot");
     assert_eq!(
@@ -73,7 +71,7 @@ pub(super) fn nexthop_ids_are_ours_or_foreign(fixture: &Fixture<'_>) {
     let (again, there) = NexthopBlock::choose(fixture.kernel, &footprint).expect("ids");
     assert_eq!((again, there.ours, there.foreign), (chosen, vec![id], vec![77]));
     let deletes: Vec<Change> = objects.iter().rev().cloned().map(Change::Delete).collect();
-    for result in fixture.kernel.apply(&footprint, &deletes) {
-        result.expect("deleted");
+    for outcome in fixture.kernel.apply(&footprint, &deletes) {
+        assert_eq!(outcome, Outcome::Done, "deleted");
     }
 }

@@ -1,5 +1,7 @@
 //! Objects of all kinds are put, changed in place and deleted.
 
+use libc::{EEXIST, ENODEV};
+
 use super::*;
 use crate::object::Key;
 use crate::testing::diff;
@@ -63,11 +65,12 @@ pub(super) fn a_failed_change_does_not_stop_later_ones(fixture: &Fixture<'_>) {
         |l: u8, n| Object::from(Neigh { link: link(l), address: ip(Family::V4, n), mac: mac(n) });
     let device: Object = device(Family::V4, 1, fixture.uplink).into();
     let batch = puts(&[device.clone(), neigh(1, 1), neigh(2, 2), neigh(1, 3)]);
-    let results = fixture.kernel.apply(&footprint(fixture.uplink), &batch);
-    let ok: Vec<bool> = results.iter().map(Result::is_ok).collect();
-    assert_eq!(ok, [true, true, false, true]);
-    let error = results[2].as_ref().expect_err("no such link");
-    assert_eq!(error.errno, 19, "ENODEV: {error}");
+    let outcomes = fixture.kernel.apply(&footprint(fixture.uplink), &batch);
+    let [Outcome::Done, Outcome::Done, Outcome::Failed(error), Outcome::Done] = &outcomes[..]
+    else {
+        panic!("{outcomes:?}")
+    };
+    assert!(error.is(ENODEV), "{error}");
     assert!(error.to_string().contains("flannel.2"), "{error}");
     assert_state(fixture, &[device, neigh(1, 1), neigh(1, 3)].into_iter().collect());
     clear(fixture);
@@ -96,9 +99,9 @@ pub(super) fn a_foreign_link_is_not_changed(fixture: &Fixture<'_>) {
     let mut device = device(Family::V4, 1, fixture.uplink);
     device.name = fixture.uplink;
     let footprint = Footprint { links: [fixture.uplink].into(), ..Footprint::default() };
-    let result = fixture.kernel.apply(&footprint, &[Change::Put(device.into())]).remove(0);
-    let error = result.expect_err("a foreign link has the name");
-    assert_eq!(error.errno, 17, "EEXIST: {error}");
+    let outcome = fixture.kernel.apply(&footprint, &[Change::Put(device.into())]).remove(0);
+    let error = outcome.into_result().expect_err("a foreign link has the name");
+    assert!(error.is(EEXIST), "{error}");
     assert!(error.to_string().contains(fixture.uplink.as_str()), "{error}");
     let found = fixture.kernel.snapshot(&footprint).expect("a snapshot");
     assert_eq!(

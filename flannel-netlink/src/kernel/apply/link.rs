@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::{fs, io};
 
-use flannel_core::kernel::KernelError;
+use flannel_core::kernel::{KernelError, Outcome};
 use flannel_core::object::{Link, LinkKind, LinkName};
 use libc::{EBUSY, EPERM};
 
@@ -24,12 +24,9 @@ pub(in crate::kernel) fn may_change(
     links: &[Link],
 ) -> Result<(), KernelError> {
     let permitted = refused_as_invalid(socket.send_one(link::delete(0)));
-    permitted.map_err(|error| match error.errno {
-        EPERM => {
-            let detail = "this process needs CAP_NET_ADMIN in its network namespace";
-            KernelError::explained(EPERM, detail)
-        }
-        _ => error,
+    permitted.map_err(|error| {
+        let detail = "this process needs CAP_NET_ADMIN in its network namespace";
+        if error.is_denied() { KernelError::explained(EPERM, detail) } else { error }
     })?;
     for wanted in links {
         let kind = wanted.kind.attributes().kind();
@@ -47,12 +44,11 @@ pub(in crate::kernel) fn may_change(
                 refused_as_invalid(socket.send_one(link::refused(kind, link::codec(&wanted.kind))))
             }
         };
-        known.map_err(|error| match error.errno {
-            EOPNOTSUPP if error.detail.is_none() => {
-                let detail = format!("this kernel has no {kind} devices: run modprobe {kind}");
-                KernelError::explained(EOPNOTSUPP, detail)
+        known.map_err(|error| {
+            if error != KernelError::new(EOPNOTSUPP) {
+                return error;
             }
-            _ => error,
+            error.about(format_args!("this kernel has no {kind} devices: run modprobe {kind}"))
         })?;
     }
     Ok(())
@@ -65,8 +61,8 @@ pub(in crate::kernel) fn may_change(
 fn can_have_udp_headers(socket: &mut Socket) -> Result<(), KernelError> {
     fou::may_add()?;
     match socket.send_one(link::probe()) {
-        Err(error) if error.errno == EEXIST => Ok(()),
-        Err(error) if error.errno == EINVAL => {
+        Err(error) if error.is(EEXIST) => Ok(()),
+        Err(error) if error.is(EINVAL) => {
             let detail = "this kernel puts no UDP headers around packets of ipip devices";
             Err(KernelError::explained(EOPNOTSUPP, detail))
         }
@@ -82,15 +78,15 @@ fn can_have_udp_headers(socket: &mut Socket) -> Result<(), KernelError> {
 /// The result of a request that passed all checks before that of its attributes.
 fn refused_as_invalid(result: Result<(), KernelError>) -> Result<(), KernelError> {
     match result {
-        Err(error) if error.errno == EINVAL => Ok(()),
+        Err(error) if error.is(EINVAL) => Ok(()),
         result => result,
     }
 }
 
 impl Steps for Link {
-    fn put(&self, writer: &mut Writer<'_>, _: usize, _: u32) -> Result<(), KernelError> {
+    fn put(&self, writer: &mut Writer<'_>, n: usize, _: u32) -> Result<(), KernelError> {
         writer.flush();
-        writer.put_link(self)
+        writer.put_link(n, self)
     }
 
     /// Deletes the device if it belongs to the same network, even if other attributes differ. A
@@ -106,17 +102,18 @@ impl Steps for Link {
 }
 
 impl Writer<'_> {
-    /// Creates the device, changes it in place, or deletes it and creates it again.
+    /// Creates the device, changes it in place, or deletes it and creates it again. `n` is the
+    /// number of the change.
     ///
     /// When the MAC address changes, the kernel deletes all neighbours on the device, even
     /// permanent ones (`neigh_changeaddr`). Routes stay.
-    fn put_link(&mut self, want: &Link) -> Result<(), KernelError> {
+    fn put_link(&mut self, n: usize, want: &Link) -> Result<(), KernelError> {
         let Some(codec) = link::codec(&want.kind) else {
             return Err(unsupported(&want.clone().into()));
         };
         let lower = want.kind.attributes().lower().map_or(Ok(0), |name| self.index(name))?;
         let Some(is) = find_link(self.socket, want.name)? else {
-            return self.create_link(want, codec, lower);
+            return self.create_link(n, want, codec, lower);
         };
         let kind = want.kind.attributes().kind();
         if is.kind_name != kind && !codec.replaces(&is) {
@@ -149,7 +146,7 @@ impl Writer<'_> {
             };
             match changed {
                 // The kernel cannot make this change in place, so the device is created again.
-                Err(error) if error.errno == EOPNOTSUPP => {
+                Err(error) if error.is(EOPNOTSUPP) => {
                     tracing::debug!(link = %want.name, %error, "a change in place was refused");
                 }
                 changed => {
@@ -162,7 +159,7 @@ impl Writer<'_> {
             }
         }
         self.delete_link(&is)?;
-        self.create_link(want, codec, lower)
+        self.create_link(n, want, codec, lower)
     }
 
     fn delete_link(&mut self, is: &LinkMessage) -> Result<(), KernelError> {
@@ -172,18 +169,21 @@ impl Writer<'_> {
         self.socket.send_one(link::delete(is.index))
     }
 
+    /// Creates the device. The put of a device that another program makes only starts here.
     fn create_link(
         &mut self,
+        n: usize,
         want: &Link,
         codec: &dyn LinkCodec,
         lower: u32,
     ) -> Result<(), KernelError> {
         if codec.made_by_others() {
-            return Err(KernelError::started());
+            self.outcomes[n] = Outcome::Started;
+            return Ok(());
         }
         self.forget(want.name);
         match self.socket.send_one(link::create(want, codec, lower)) {
-            Err(error) if error.errno == EEXIST => return self.rename_back(want, codec, error),
+            Err(error) if error.is(EEXIST) => return self.rename_back(n, want, codec, error),
             created => created?,
         }
         let made = get_link(self.socket, want.name)?;
@@ -216,6 +216,7 @@ impl Writer<'_> {
     /// the returned error names it. Without such a device the result is `error`.
     fn rename_back(
         &mut self,
+        n: usize,
         want: &Link,
         codec: &dyn LinkCodec,
         error: KernelError,
@@ -234,13 +235,13 @@ impl Writer<'_> {
         tracing::warn!(%link, %new_name, "a link was renamed, restoring its name");
         match self.socket.send_one(link::rename(is.index, want.name)) {
             // Kernels before 6.2 refuse to rename a device that is up.
-            Err(error) if error.errno == EBUSY => {
+            Err(error) if error.is(EBUSY) => {
                 self.socket.send_one(link::set_up(is.index, false))?;
                 self.socket.send_one(link::rename(is.index, want.name))?;
             }
             renamed => renamed?,
         }
-        self.put_link(want)
+        self.put_link(n, want)
     }
 
     /// Sets `accept_ra` of the device to 0, so that the other end of the tunnel cannot give this
@@ -290,7 +291,7 @@ fn unreleased(name: LinkName, error: KernelError) -> KernelError {
     let detail = format!(
         "{name} is a port of another device that cannot release it: remove it there with its tool"
     );
-    if error.errno == EOPNOTSUPP { KernelError::explained(EOPNOTSUPP, detail) } else { error }
+    if error.is(EOPNOTSUPP) { KernelError::explained(EOPNOTSUPP, detail) } else { error }
 }
 
 /// Whether a device accepts router advertisements. `settings` is its directory below
@@ -315,8 +316,8 @@ mod tests {
     fn the_kernel_refuses_an_unknown_kind_before_missing_attributes() {
         in_netns(|| {
             let mut socket = Socket::open().unwrap();
-            let mut errno = |kind| socket.send_one(link::refused(kind, None)).unwrap_err().errno;
-            assert_eq!(["nosuchkind", "vxlan"].map(&mut errno), [EOPNOTSUPP, EINVAL]);
+            let mut errno = |kind| socket.send_one(link::refused(kind, None)).unwrap_err().errno();
+            assert_eq!(["nosuchkind", "vxlan"].map(&mut errno), [Some(EOPNOTSUPP), Some(EINVAL)]);
         });
     }
 

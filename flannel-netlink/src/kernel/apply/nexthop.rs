@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 
 use flannel_core::address::Family;
-use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
+use flannel_core::kernel::{KernelError, Outcome, ROUTE_PROTOCOL};
 use flannel_core::object::{Change, LinkName, Nexthop, Object, Route, Via};
 
 use super::{BATCH, EINVAL, Steps, Writer, accept_absence};
@@ -41,8 +41,8 @@ pub(super) fn is_conflict(error: &KernelError) -> bool {
         "Can not replace a nexthop group with a nexthop",
         "IPv6 routes can not use an IPv4 nexthop",
     ];
-    let text = error.detail.as_deref().unwrap_or_default();
-    error.errno == EINVAL && REASONS.iter().any(|reason| text.contains(reason))
+    let text = error.detail().unwrap_or_default();
+    error.is(EINVAL) && REASONS.iter().any(|reason| text.contains(reason))
 }
 
 impl Writer<'_> {
@@ -76,11 +76,14 @@ impl Writer<'_> {
         let (routes, foreign) = match self.routes_by(&links) {
             Ok(routes) => routes,
             Err(error) => {
-                return refused.iter().for_each(|(n, _)| self.results[*n] = Err(error.clone()));
+                for (n, _) in refused {
+                    self.outcomes[*n] = Outcome::Failed(error.clone());
+                }
+                return;
             }
         };
         for (n, nexthop) in refused {
-            self.results[*n] = self.reclaim_id(nexthop, &foreign);
+            self.outcomes[*n] = self.reclaim_id(nexthop, &foreign).into();
         }
         for batch in routes.chunks(BATCH) {
             let mut requests = Messages::default();
@@ -145,7 +148,8 @@ impl Writer<'_> {
             numbers.push((*n, *deletes));
         }
         for ((n, deletes), result) in numbers.into_iter().zip(self.socket.send(&mut requests)) {
-            self.results[n] = if deletes { accept_absence(result) } else { result };
+            let result = if deletes { accept_absence(result) } else { result };
+            self.outcomes[n] = result.into();
         }
     }
 
@@ -204,19 +208,19 @@ mod tests {
             let there = || ip("nexthop show").lines().count();
             let mut apply = |changes: &[Change]| {
                 let before = socket.exchanges;
-                let results = Writer::new(&mut socket, &place, &footprint, changes).apply();
-                (results, socket.exchanges - before)
+                let outcomes = Writer::new(&mut socket, &place, &footprint, changes).apply();
+                (outcomes, socket.exchanges - before)
             };
             let objects = || (0..200).map(|n| Object::Nexthop(nexthop(n)));
-            let (results, puts) = apply(&objects().map(Change::Put).collect::<Vec<_>>());
-            assert!(results.iter().all(Result::is_ok), "{results:?}");
+            let (outcomes, puts) = apply(&objects().map(Change::Put).collect::<Vec<_>>());
+            assert!(outcomes.iter().all(Outcome::is_done), "{outcomes:?}");
             assert_eq!((there(), puts), (200, 3), "the index, and two batches");
             // Some are deleted already, and one belongs to another program.
             ip(&format!("nexthop del id {first}"));
             ip(&format!("nexthop del id {}", first + 150));
             ip(&format!("nexthop replace id {} via 192.0.2.77 dev up0 protocol static", first + 5));
-            let (results, deletions) = apply(&objects().map(Change::Delete).collect::<Vec<_>>());
-            assert!(results.iter().all(Result::is_ok), "{results:?}");
+            let (outcomes, deletions) = apply(&objects().map(Change::Delete).collect::<Vec<_>>());
+            assert!(outcomes.iter().all(Outcome::is_done), "{outcomes:?}");
             assert_eq!(there(), 1, "{}", ip("nexthop show"));
             assert_eq!(deletions, 5, "the index, two rows of questions, two batches");
         });

@@ -35,14 +35,14 @@ impl Writer<'_> {
         self.peers.changes.push(n);
     }
 
-    /// Sends the waiting changes of peers, and records their results.
+    /// Sends the waiting changes of peers, and records their outcomes.
     pub(super) fn flush_peers(&mut self) {
         let PeerBatch { device, changes } = std::mem::take(&mut self.peers);
         let Some(device) = device else { return };
         let batch: Vec<&Change> = changes.iter().map(|n| &self.changes[*n]).collect();
         let results = self.wireguard.change_peers(self.namespace, device, &batch);
         for (n, result) in changes.into_iter().zip(results) {
-            self.results[n] = result;
+            self.outcomes[n] = result.into();
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Steps for routes.
 
 use flannel_core::Subnet;
-use flannel_core::kernel::{GO_ROUTE_PROTOCOL, KernelError, ROUTE_PROTOCOL};
+use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
 use flannel_core::object::{Change, Object, Route, Via};
 use neli::consts::rtnl::Rtprot;
 
@@ -108,7 +108,6 @@ impl Writer<'_> {
     /// those of [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route).
     pub(super) fn protocol(&self, route: &Route) -> u8 {
         match route.via {
-            _ if self.footprint.go_routes.is_some() => GO_ROUTE_PROTOCOL,
             Via::Gateway { link, .. } | Via::Link(link) if self.footprint.links.contains(&link) => {
                 0
             }
@@ -131,7 +130,7 @@ impl Writer<'_> {
         sent: &[(usize, bool)],
         hidden: &mut Vec<HiddenRoute>,
     ) -> Result<(), KernelError> {
-        let exists = error.errno == EEXIST;
+        let exists = error.is(EEXIST);
         if !exists && !blocks_itself(route, &error) {
             return Err(error);
         }
@@ -157,8 +156,8 @@ impl Writer<'_> {
     /// route stays.
     pub(super) fn remove_hidden(&mut self, hidden: &[HiddenRoute]) {
         for HiddenRoute { hidden, last, route } in hidden {
-            if self.results[*last].is_ok() && hidden != route {
-                self.results[*last] = self.replace_hidden(hidden, route);
+            if self.outcomes[*last].is_done() && hidden != route {
+                self.outcomes[*last] = self.replace_hidden(hidden, route).into();
             }
         }
     }
@@ -204,12 +203,12 @@ impl Writer<'_> {
 /// gateway is inside the destination, the lookup finds the foreign route.
 fn blocks_itself(route: &Route, error: &KernelError) -> bool {
     let inside = matches!(route.via, Via::Gateway { gateway, .. } if route.dst.contains(gateway));
-    error.errno == EINVAL && route.dst.base().is_ipv6() && inside
+    error.is(EINVAL) && route.dst.base().is_ipv6() && inside
 }
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::kernel::Footprint;
+    use flannel_core::kernel::{Footprint, Outcome};
 
     use super::super::BATCH;
     use super::*;
@@ -236,8 +235,8 @@ mod tests {
             let routes: Vec<Change> = (0..BATCH).map(|n| route(n as u8, Via::Blackhole)).collect();
             let exchanges = |socket: &mut Socket, changes: &[Change]| {
                 let before = socket.exchanges;
-                let results = Writer::new(socket, &place, &footprint, changes).apply();
-                assert!(results.iter().all(Result::is_ok), "{results:?}");
+                let outcomes = Writer::new(socket, &place, &footprint, changes).apply();
+                assert!(outcomes.iter().all(Outcome::is_done), "{outcomes:?}");
                 socket.exchanges - before
             };
             assert_eq!(exchanges(&mut socket, &routes), 2, "no routes were read before");

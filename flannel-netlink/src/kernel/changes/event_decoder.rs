@@ -17,7 +17,7 @@ use crate::codec::{EventMessage, addr, family_of, link, neigh, nexthop, route};
 use crate::kernel::foreign_routes::ForeignRoutes;
 use crate::kernel::query::{ENODEV, ask_name};
 use crate::transport::socket::Socket;
-use crate::transport::wire::{EBADMSG, Message, messages};
+use crate::transport::wire::{Message, messages};
 
 /// Decodes messages and queues the invalidations.
 pub(crate) struct EventDecoder {
@@ -212,8 +212,8 @@ impl EventDecoder {
         }
         match ask_name(&mut self.requests, index) {
             Ok(name) => return Ok(Some(name)),
-            Err(error) if error.errno == ENODEV => self.everything(),
-            Err(error) if error.errno == EBADMSG => {}
+            Err(error) if error.is(ENODEV) => self.everything(),
+            Err(error) if error.is_unreadable() => {}
             Err(error) => return Err(error),
         }
         Ok(None)

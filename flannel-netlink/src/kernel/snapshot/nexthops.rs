@@ -17,7 +17,7 @@ impl Reader<'_> {
     pub(super) fn read_nexthops(&mut self) -> Result<(), KernelError> {
         let there = match self.socket.dump_ordered(nexthop::all(), nexthop::read) {
             // Kernels before 5.3 have no nexthop objects.
-            Err(error) if error.errno == EOPNOTSUPP => return Ok(()),
+            Err(error) if error.is(EOPNOTSUPP) => return Ok(()),
             there => there?,
         };
         let mut ours = Vec::new();
@@ -48,7 +48,7 @@ pub(crate) fn nexthop_ids(
         Some((found.id, found.protocol))
     });
     let there = match there {
-        Err(error) if error.errno == EOPNOTSUPP => return Ok(NexthopIds::default()),
+        Err(error) if error.is(EOPNOTSUPP) => return Ok(NexthopIds::default()),
         there => there?,
     };
     let (mut by_inside, mut by_outside) = (BTreeSet::new(), BTreeSet::new());

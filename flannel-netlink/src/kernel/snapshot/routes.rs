@@ -73,8 +73,7 @@ impl Reader<'_> {
     /// foreign ones stay in front.
     fn note_left(&self, found: &Found) {
         let Found { message, ours, in_front } = found;
-        // A snapshot of Go flannel's routes takes ours for foreign ones, and nothing is put.
-        if in_front.is_empty() || self.footprint.go_routes.is_some() {
+        if in_front.is_empty() {
             return;
         }
         let note = |found, goes| self.foreign.note_duplicate(DuplicateRoute { found, goes });
@@ -121,17 +120,12 @@ impl Reader<'_> {
                 unknown = name.is_none().then_some(index);
                 name
             });
-            let may_be_left =
-                || footprint.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside();
+            let may_be_left = || found.protocol == ROUTE_PROTOCOL && inside();
             if let Some(index) = unknown.filter(|_| may_be_left()) {
                 return Some(Err(index));
             }
-            // Go flannel's routes have no attributes that make them inexact.
-            let is_go_like = footprint.go_routes.is_none() || found.is_exact();
-            let owns = |route: &Route| {
-                is_go_like && footprint.owns_route(route, by(&route.via), found.protocol)
-            };
-            let ours = route.filter(owns);
+            let ours =
+                route.filter(|ours| footprint.owns_route(ours, by(&ours.via), found.protocol));
             if ours.is_some() && !in_front.is_empty() {
                 tracing::debug!(%found.dst, "another route to the same destination hides one of \
                     ours");

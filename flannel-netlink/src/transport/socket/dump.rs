@@ -11,7 +11,7 @@ use neli::consts::socket::Msg;
 use neli::socket::NlSocket;
 
 use super::{EAGAIN, RECEIVE_BUFFER, Socket, TRIES, is_transient, receive_from, take_each};
-use crate::transport::wire::{DONE, EBADMSG, ERROR, Message, Messages, outcome};
+use crate::transport::wire::{DONE, ERROR, Message, Messages, outcome};
 
 /// A table of at most this many datagrams is read without a second thread.
 const SHORT_TABLE: usize = 4;
@@ -62,7 +62,7 @@ impl Socket {
             match self.dump_once(&mut request, &mut read) {
                 Ok((all, changed)) if !changed || tried >= accept_interrupted => return Ok(all),
                 Ok(_) => {}
-                Err(error) if is_transient(&error) || error.errno == EBUSY => self.drain(),
+                Err(error) if is_transient(&error) || error.is(EBUSY) => self.drain(),
                 Err(error) => return Err(error),
             }
         }
@@ -140,7 +140,7 @@ impl Socket {
     /// Discards the remaining messages of a failed dump.
     fn drain(&mut self) {
         for _ in 0..TRIES {
-            if self.receive_until(|_| false).is_err_and(|error| error.errno == EBADMSG) {
+            if self.receive_until(|_| false).is_err_and(|error| error.is_unreadable()) {
                 break;
             }
         }

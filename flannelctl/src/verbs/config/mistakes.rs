@@ -2,6 +2,7 @@
 //! correct without a word. They do so because Go flannel does.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use flannel_backends::Backends;
 use flannel_core::address::Family;
@@ -30,7 +31,7 @@ const UNUSABLE: [(&str, &str); 8] = [
 type Names<'a> = (&'a str, &'a [&'a str]);
 
 /// The config and its backend, or the error of one of them.
-type Known = Result<(Config, &'static dyn Backend), String>;
+type Known<'a> = Result<(Config, &'a Arc<dyn Backend>), String>;
 
 /// All mistakes in a config. Each names the field, its value and what would be right.
 ///
@@ -39,7 +40,7 @@ type Known = Result<(Config, &'static dyn Backend), String>;
 pub(super) fn find(text: &str, backends: &Backends) -> Result<Vec<String>, String> {
     let fields = Fields::parse(text, "").map_err(|error| error.to_string())?;
     let (config, options) = objects(text);
-    let known: Known =
+    let known: Known<'_> =
         readable(text, &fields).map_err(|error| error.to_string()).and_then(|config| {
             let backend = backends.find(&config.backend.kind).map_err(|error| error.to_string())?;
             Ok((config, backend))
@@ -50,7 +51,7 @@ pub(super) fn find(text: &str, backends: &Backends) -> Result<Vec<String>, Strin
     };
     found.extend(unsuitable(&fields, &found));
     let names = Config::fields();
-    let listed = known.ok().and_then(|(_, backend)| backend.option_names());
+    let listed = known.as_ref().ok().and_then(|(_, backend)| backend.option_names());
     let listed = listed.map(|names| [&["Type"][..], names].concat()).unwrap_or_default();
     let (of_config, of_backend) = (("", &names[..]), ("Backend.", &listed[..]));
     found.extend(without_effect(&config, of_config, of_backend));
@@ -84,7 +85,11 @@ fn readable(text: &str, fields: &Fields) -> Result<Config, FieldError> {
 }
 
 /// The values that daemons refuse. A daemon names only the `first`, so each field is checked alone.
-fn refused(first: String, (config, options): (&Members, &Members), known: &Known) -> Vec<String> {
+fn refused(
+    first: String,
+    (config, options): (&Members, &Members),
+    known: &Known<'_>,
+) -> Vec<String> {
     let mut errors: Vec<String> =
         config.0.iter().filter_map(|(name, value)| wrong_alone(name, value)).collect();
     match known {

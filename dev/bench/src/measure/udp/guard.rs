@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use flannel_core::Subnet;
 use flannel_core::backend::Inlet;
-use flannel_core::kernel::Annex;
+use flannel_core::kernel::{Annex, Outcome};
 use flannel_core::object::Change;
 use flannel_firewall::{Guard, TunnelEnd};
 use flannel_lab::Namespace;
@@ -94,11 +94,9 @@ fn load(peers: u32) -> anyhow::Result<f64> {
     let namespace = Namespace::new("guard-bench")?;
     namespace.run(|| {
         let begin = Instant::now();
-        let results = guard.apply(&changes);
+        let outcomes = guard.apply(&changes);
         let time = begin.elapsed().as_secs_f64();
-        for result in results {
-            result?;
-        }
+        outcomes.into_iter().try_for_each(Outcome::into_result)?;
         let found = guard.records()?.len();
         ensure!(found == peers as usize + 1, "the guard has {found} records");
         Ok(time)

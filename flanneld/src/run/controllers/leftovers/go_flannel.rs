@@ -13,17 +13,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use flannel_core::address::Dual;
-use flannel_core::kernel::Footprint;
+use flannel_core::kernel::{Footprint, GoRouteKernel};
 use flannel_core::object::Key;
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
-use flannel_core::{Config, Kernel, Subnet};
+use flannel_core::{Config, Subnet};
 use flannel_options::state_dir::{self, is_newer};
 use flannel_route::remove_go_routes;
 use tokio::sync::watch;
 
 use super::{is_settled, log_removal};
-use crate::blocking::run_blocking_in_order;
+use crate::blocking::BlockingQueue;
 use crate::error::Error;
 
 /// The leftovers of Go flannel. Clones share their state.
@@ -34,6 +34,8 @@ pub(crate) struct GoFlannel {
     record: PathBuf,
     /// Another program wrote the subnet file, and its routes may still be there.
     left_routes: Arc<AtomicBool>,
+    /// The queue of the writes of the subnet file, and of the record.
+    pub(crate) writes: BlockingQueue,
 }
 
 impl GoFlannel {
@@ -42,7 +44,8 @@ impl GoFlannel {
     /// # Errors
     /// The record cannot be read.
     pub(crate) fn find(subnet_file: &Path, state_dir: &Path) -> Result<Self, Error> {
-        let (subnet_file, record) = (subnet_file.to_owned(), state_dir.join("subnet-file"));
+        let subnet_file = subnet_file.to_owned();
+        let record = state_dir.join("subnet-file");
         let there = identity(&subnet_file);
         let ours = match state_dir::read(&record) {
             Ok(text) => text,
@@ -55,12 +58,17 @@ impl GoFlannel {
             Err(error) => return Err(Error::file(&record, &error)),
         };
         let left_routes = Arc::new(AtomicBool::new(there.is_some() && there != ours));
-        Ok(Self { subnet_file, record, left_routes })
+        Ok(Self { subnet_file, record, left_routes, writes: BlockingQueue::default() })
+    }
+
+    /// Writes its file in this queue.
+    pub(crate) fn writing_in(self, writes: BlockingQueue) -> Self {
+        Self { writes, ..self }
     }
 
     /// Records that this daemon wrote the subnet file, unless routes must be removed first. Call it
-    /// together with the write ([`run_blocking_in_order`]). Otherwise the next start may treat the
-    /// file as Go flannel's.
+    /// together with the write ([`BlockingQueue::run`]). Otherwise the next start may treat the file
+    /// as Go flannel's.
     pub(crate) fn wrote_subnet_file(&self) {
         if self.left_routes() {
             return;
@@ -79,8 +87,9 @@ impl GoFlannel {
     /// never returns.
     pub(crate) async fn clear(
         &self,
-        kernel: Arc<dyn Kernel>,
-        (footprint, config): (Footprint, &Config),
+        kernel: Arc<dyn GoRouteKernel>,
+        footprint: Footprint,
+        config: &Config,
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
         let lens = config.networks.map(|_, network| network.subnet_len);
@@ -92,7 +101,7 @@ impl GoFlannel {
             // Objects that the kernel keeps are removed after the next start.
             self.left_routes.store(!blocking(removal).await, Ordering::Relaxed);
             let this = self.clone();
-            run_blocking_in_order(move || this.wrote_subnet_file()).await;
+            self.writes.run(move || this.wrote_subnet_file()).await;
         }
         std::future::pending().await
     }
@@ -105,7 +114,12 @@ impl GoFlannel {
 
 /// Removes the routes, except those that the kernel refused to replace by ours. Returns whether all
 /// are gone.
-fn remove(kernel: &dyn Kernel, footprint: &Footprint, lens: Dual<u8>, status: &Status) -> bool {
+fn remove(
+    kernel: &dyn GoRouteKernel,
+    footprint: &Footprint,
+    lens: Dual<u8>,
+    status: &Status,
+) -> bool {
     let spared = Cell::new(false);
     let refused = |dst: &Subnet| {
         let refused = status.failing.get(&Key::Route(*dst)).is_some();
@@ -120,7 +134,10 @@ fn remove(kernel: &dyn Kernel, footprint: &Footprint, lens: Dual<u8>, status: &S
 /// content. `None` if there is no file.
 fn identity(path: &Path) -> Option<String> {
     let file = fs::metadata(path).ok()?;
-    let (inode, device, seconds, nanos) = (file.ino(), file.dev(), file.mtime(), file.mtime_nsec());
+    let inode = file.ino();
+    let device = file.dev();
+    let seconds = file.mtime();
+    let nanos = file.mtime_nsec();
     Some(format!("{} {device} {inode} {seconds}.{nanos:09}\n", path.display()))
 }
 
@@ -135,7 +152,8 @@ mod tests {
     #[test]
     fn only_a_subnet_file_of_another_program_leads_to_a_removal_of_routes() {
         let dir = tempfile::tempdir().unwrap();
-        let (file, state) = (dir.path().join("subnet.env"), dir.path());
+        let file = dir.path().join("subnet.env");
+        let state = dir.path();
         let find = || GoFlannel::find(&file, state).unwrap();
         let first = find();
         assert!(!first.left_routes(), "there is no file");
@@ -160,7 +178,8 @@ mod tests {
         let config =
             Config::parse(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#).unwrap();
         let eth0 = "eth0".parse().unwrap();
-        let (networks, routes_on) = (config.pod_networks().collect(), [eth0].into());
+        let networks = config.pod_networks().collect();
+        let routes_on = [eth0].into();
         let footprint = Footprint { networks, routes_on, ..Footprint::default() };
         let kernel = FakeKernel::with_uplink("eth0");
         let via = Via::Gateway { gateway: [192, 0, 2, 66].into(), link: eth0, onlink: false };
@@ -174,17 +193,15 @@ mod tests {
             let (sender, status) = watch::channel(Arc::new(Status::default()));
             let there = || !kernel.dump().is_empty();
             {
-                let clear = go_flannel.clear(
-                    Arc::new(kernel.clone()),
-                    (footprint.clone(), &config),
-                    status,
-                );
+                let clear =
+                    go_flannel.clear(Arc::new(kernel.clone()), footprint.clone(), &config, status);
                 let mut clear = std::pin::pin!(clear);
                 let quiet = async { tokio::task::yield_now().await };
                 tokio::select! { biased; _ = &mut clear => unreachable!(), () = quiet => {} }
                 assert!(kernel.take_calls().is_empty() && there(), "not settled yet");
                 let mut settled = Status::default();
-                (settled.live, settled.settled) = (true, true);
+                settled.live = true;
+                settled.settled = true;
                 sender.send_replace(Arc::new(settled));
                 let mut calls = 0;
                 let done = async {

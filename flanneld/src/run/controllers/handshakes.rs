@@ -5,7 +5,6 @@
 //! begins the handshake. The node keeps its old offer until then.
 
 use std::collections::BTreeSet;
-use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, UdpSocket};
 use std::sync::Arc;
@@ -21,10 +20,12 @@ use socket2::SockRef;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-/// The pause between two looks at the devices.
-const LOOK: Duration = Duration::from_secs(1);
-/// A packet is sent at each look of so many. The kernel repeats a handshake every five seconds.
-const KNOCKS: u32 = 5;
+use super::Ended;
+
+/// The pause between two reads of the devices.
+const PAUSE: Duration = Duration::from_secs(1);
+/// A packet is sent at one read of so many. The kernel repeats a handshake every five seconds.
+const READS_PER_PACKET: u32 = 5;
 /// The port of the protocol discard.
 const DISCARD: u16 = 9;
 
@@ -37,45 +38,56 @@ pub(crate) trait ReadTunnel:
 
 impl<T: Fn(LinkName) -> Result<Tunnel, KernelError> + Send + Sync + 'static> ReadTunnel for T {}
 
-/// Sends the tunnels by these devices to `tunnels`, and the open ones to `done`, until the future
-/// is dropped. Without devices it does nothing.
-pub(crate) async fn follow(
-    read: impl ReadTunnel,
-    devices: BTreeSet<LinkName>,
-    (done, tunnels): (watch::Sender<Handshakes>, watch::Sender<Option<Tunnels>>),
-) -> Infallible {
-    let (read, mut looks) = (Arc::new(read), 0_u32);
-    while !devices.is_empty() {
-        let (read, devices) = (Arc::clone(&read), devices.clone());
-        let knocks = looks.is_multiple_of(KNOCKS);
-        looks = looks.wrapping_add(1);
-        match blocking(move || look(&*read, &devices, knocks)).await {
-            Ok(found) => {
-                done.send_if_modified(|old| {
-                    let changed = **old != found.open;
-                    *old = Arc::new(found.open.clone());
-                    changed
-                });
-                tunnels.send_if_modified(|old| old.replace(found.clone()).as_ref() != Some(&found));
-            }
-            // The last look stays: a part of the tunnels would look like all of them.
-            Err((link, error)) => {
-                tracing::debug!(%link, %error, "the handshakes cannot be read");
-            }
-        }
-        sleep(LOOK).await;
-    }
-    std::future::pending().await
+/// Follows the tunnels by these devices. Without devices it does nothing.
+pub(crate) struct HandshakeController<R> {
+    pub(crate) read: R,
+    pub(crate) devices: BTreeSet<LinkName>,
+    /// Gets the peers whose tunnels are open.
+    pub(crate) open: watch::Sender<Handshakes>,
+    /// Gets all tunnels.
+    pub(crate) tunnels: watch::Sender<Option<Tunnels>>,
 }
 
-/// Returns the tunnels to peers. With `knocks` it begins the handshakes of those that wait.
+impl<R: ReadTunnel> HandshakeController<R> {
+    /// Runs until it is dropped.
+    pub(crate) async fn run(self) -> Ended {
+        let read = Arc::new(self.read);
+        let mut reads = 0_u32;
+        while !self.devices.is_empty() {
+            let read = Arc::clone(&read);
+            let devices = self.devices.clone();
+            let sends = reads.is_multiple_of(READS_PER_PACKET);
+            reads = reads.wrapping_add(1);
+            match blocking(move || read_tunnels(&*read, &devices, sends)).await {
+                Ok(found) => {
+                    self.open.send_if_modified(|old| {
+                        let changed = **old != found.open;
+                        *old = Arc::new(found.open.clone());
+                        changed
+                    });
+                    self.tunnels.send_if_modified(|old| {
+                        old.replace(found.clone()).as_ref() != Some(&found)
+                    });
+                }
+                // The last tunnels stay: a part of them would look like all of them.
+                Err((link, error)) => {
+                    tracing::debug!(%link, %error, "the handshakes cannot be read");
+                }
+            }
+            sleep(PAUSE).await;
+        }
+        std::future::pending().await
+    }
+}
+
+/// Returns the tunnels to peers. With `sends` it begins the handshakes of those that wait.
 ///
 /// # Errors
 /// A device cannot be read.
-fn look(
+fn read_tunnels(
     read: &impl ReadTunnel,
     devices: &BTreeSet<LinkName>,
-    knocks: bool,
+    sends: bool,
 ) -> Result<Tunnels, (LinkName, KernelError)> {
     let mut found = Tunnels::default();
     for link in devices {
@@ -85,9 +97,9 @@ fn look(
                 continue;
             }
             found.waiting.extend(session.allowed.values());
-            if knocks
+            if sends
                 && let Some(subnet) = session.allowed.values().next()
-                && let Err(error) = knock(*link, subnet.base())
+                && let Err(error) = begin_handshake(*link, subnet.base())
             {
                 // The device has no address yet, or the peer is gone.
                 tracing::debug!(%link, to = %subnet, %error, "no packet for a handshake is sent");
@@ -97,8 +109,9 @@ fn look(
     Ok(found)
 }
 
-/// Sends a packet by this device, whatever the routes to its destination are.
-fn knock(link: LinkName, to: IpAddr) -> io::Result<()> {
+/// Sends a packet by this device, whatever the routes to its destination are. The kernel then begins
+/// a handshake.
+fn begin_handshake(link: LinkName, to: IpAddr) -> io::Result<()> {
     let any = flannel_core::address::Family::of(to).unspecified();
     let socket = UdpSocket::bind((any, 0))?;
     socket.set_nonblocking(true)?;
@@ -137,7 +150,7 @@ mod tests {
 
     /// The tunnels by the other device alone would look like all of them.
     #[tokio::test]
-    async fn the_last_look_stays_while_a_device_cannot_be_read() {
+    async fn the_last_tunnels_stay_while_a_device_cannot_be_read() {
         let subnets: [Subnet; 2] = ["10.1.1.0/24", "10.1.2.0/24"].map(|text| text.parse().unwrap());
         let links: [LinkName; 2] = ["flannel-wg", "flannel-wg2"].map(|text| text.parse().unwrap());
         // The second device: whether it can be read, and how often that was tried.
@@ -164,8 +177,10 @@ mod tests {
             eventually_async(PATIENCE, is_tried, || "the device is not read again").await;
             assert_eq!((tunnels.borrow().as_ref(), &**open.borrow()), (Some(&all), &all.open));
         };
+        let devices = links.into();
+        let controller = HandshakeController { read, devices, open: handshakes, tunnels: sender };
         tokio::select! {
-            never = follow(read, links.into(), (handshakes, sender)) => match never {},
+            ended = controller.run() => panic!("{ended:?}"),
             () = work => {}
         }
     }

@@ -2,17 +2,19 @@
 //! and one line with the number of the others.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::Subnets;
 use flannel_core::object::ObjectKind;
-use flannel_core::status::{Advisory, Damage, Failure, Rejection, Repair, Status};
+use flannel_core::runtime::or_never;
+use flannel_core::status::{Damage, Repair, Status};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tracing::field::display;
 use tracing::{info, warn};
+
+use super::Ended;
 
 /// The window in which at most [`LINES`] changes of a kind have a line each. While that is too few,
 /// each window is six times as long as the last one, up to [`LONGEST`].
@@ -24,23 +26,24 @@ const LINES: usize = 5;
 const SYNC_GAP: Duration = Duration::from_secs(1);
 
 /// Logs syncs, refusals of the kernel, rejected leases, advisories and repairs.
-pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infallible {
-    let mut log = StatusLog::default();
-    loop {
-        let now = Arc::clone(&status.borrow_and_update());
-        for line in log.lines(&now, Instant::now()) {
-            line.log();
-        }
-        let later = async {
-            match log.next() {
-                Some(later) => sleep_until(later).await,
-                None => std::future::pending().await,
+pub(crate) struct StatusLogController {
+    pub(crate) status: watch::Receiver<Arc<Status>>,
+}
+
+impl StatusLogController {
+    /// Runs until it is dropped.
+    pub(crate) async fn run(mut self) -> Ended {
+        let mut log = StatusLog::default();
+        loop {
+            let now = Arc::clone(&self.status.borrow_and_update());
+            for line in log.lines(&now, Instant::now()) {
+                line.log();
             }
-        };
-        tokio::select! {
-            // If the network has stopped, its own future reports that.
-            Ok(()) = status.changed() => {}
-            () = later => {}
+            tokio::select! {
+                // If the network has stopped, its own controller reports that.
+                Ok(()) = self.status.changed() => {}
+                () = or_never(log.next().map(sleep_until)) => {}
+            }
         }
     }
 }
@@ -48,36 +51,73 @@ pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infa
 /// A line of the log.
 #[derive(Debug, PartialEq, Eq)]
 enum Line {
-    /// The numbers of peers and of objects.
-    InSync(usize, usize),
-    Unreadable(String),
-    /// The change, the error, and the number of further refusals.
-    Refused(String, String, usize),
-    Rejected(Subnets, String),
-    Accepted(Subnets),
-    Advisory(String),
+    InSync {
+        peers: usize,
+        objects: usize,
+    },
+    Unreadable {
+        error: String,
+    },
+    /// `more` is the number of further refusals.
+    Refused {
+        change: String,
+        error: String,
+        more: usize,
+    },
+    Rejected {
+        lease: Subnets,
+        reason: String,
+    },
+    Accepted {
+        lease: Subnets,
+    },
+    Advisory {
+        warning: String,
+    },
     Repaired(Box<Repair>),
-    /// The number and the kinds of changes that had no line of their own; true: they are warnings.
-    More(u64, String, bool),
+    /// The changes of a kind that had no line of their own.
+    More {
+        count: u64,
+        kinds: String,
+        are_warnings: bool,
+    },
 }
+
+/// A kind of changes whose lines are limited.
+#[derive(Clone, Copy)]
+struct ChangeKind {
+    /// The name of several changes.
+    names: &'static str,
+    are_warnings: bool,
+}
+
+const REFUSALS: ChangeKind = ChangeKind { names: "refusals", are_warnings: true };
+const REJECTED: ChangeKind = ChangeKind { names: "rejected leases", are_warnings: true };
+const ACCEPTED: ChangeKind = ChangeKind { names: "leases accepted or gone", are_warnings: false };
+const ADVISORIES: ChangeKind = ChangeKind { names: "warnings", are_warnings: true };
 
 impl Line {
     fn log(&self) {
         const REFUSED: &str = "not in sync: the kernel refused a change";
         match self {
-            Self::InSync(peers, objects) => info!(peers, objects, "in sync"),
-            Self::Unreadable(error) => warn!(%error, "the kernel cannot be read or watched"),
-            Self::Refused(change, error, more) => warn!(%change, %error, more, "{REFUSED}"),
-            Self::Rejected(lease, reason) => warn!(%lease, %reason, "a lease is rejected"),
-            Self::Accepted(lease) => info!(%lease, "a lease is no longer rejected, or gone"),
-            Self::Advisory(warning) => warn!(%warning, "the network has a warning"),
+            Self::InSync { peers, objects } => info!(peers, objects, "in sync"),
+            Self::Unreadable { error } => warn!(%error, "the kernel cannot be read or watched"),
+            Self::Refused { change, error, more } => warn!(%change, %error, more, "{REFUSED}"),
+            Self::Rejected { lease, reason } => warn!(%lease, %reason, "a lease is rejected"),
+            Self::Accepted { lease } => info!(%lease, "a lease is no longer rejected, or gone"),
+            Self::Advisory { warning } => warn!(%warning, "the network has a warning"),
             Self::Repaired(repair) => {
                 let Repair { damage, object, peer, changed_by, .. } = &**repair;
-                let (lease, by) = (peer.map(display), changed_by.as_ref().map(display));
+                let lease = peer.map(display);
+                let by = changed_by.as_ref().map(display);
                 info!(%object, lease, %damage, by, "an object was repaired");
             }
-            Self::More(count, kinds, true) => warn!(count, %kinds, "changes without a line each"),
-            Self::More(count, kinds, false) => info!(count, %kinds, "changes without a line each"),
+            Self::More { count, kinds, are_warnings: true } => {
+                warn!(count, %kinds, "changes without a line each");
+            }
+            Self::More { count, kinds, are_warnings: false } => {
+                info!(count, %kinds, "changes without a line each");
+            }
         }
     }
 }
@@ -98,30 +138,39 @@ struct StatusLog {
 impl StatusLog {
     /// The lines for a new status.
     fn lines(&mut self, now: &Arc<Status>, at: Instant) -> Vec<Line> {
+        let logged = std::mem::replace(&mut self.logged, Arc::clone(now));
         let mut lines = Vec::new();
         lines.extend(self.sync.line(now, at));
-        let logged = std::mem::replace(&mut self.logged, Arc::clone(now));
         if let (Some(error), None) = (&now.kernel_error, &logged.kernel_error) {
-            lines.push(Line::Unreadable(error.to_string()));
+            lines.push(Line::Unreadable { error: error.to_string() });
         }
-        let refused = now.failing.changes_since(&logged.failing);
-        let mut refused = refused.filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
-        let refusal = refused.next().map(|failure| (failure, refused.count()));
-        let line = |(failure, more): (&Failure, usize)| {
-            Line::Refused(failure.change.to_string(), failure.error.to_string(), more)
-        };
-        lines.extend(self.refusals.lines(at, refusal, line, ("refusals", true)));
-        let leases = || now.rejected.changes_since(&logged.rejected);
-        let new = leases().filter_map(|(lease, _, why)| Some((lease, why?)));
-        let line = |(lease, why): (&Subnets, &Rejection)| Line::Rejected(*lease, why.to_string());
-        lines.extend(self.rejected.lines(at, new, line, ("rejected leases", true)));
-        let new = leases().filter(|(.., why)| why.is_none());
-        let line = |(lease, ..): (&Subnets, _, _)| Line::Accepted(*lease);
-        lines.extend(self.accepted.lines(at, new, line, ("leases accepted or gone", false)));
-        let new =
-            now.advisories.changes_since(&logged.advisories).filter(|(.., now)| now.is_some());
-        let line = |(advisory, ..): (&Advisory, _, _)| Line::Advisory(advisory.to_string());
-        lines.extend(self.advisories.lines(at, new, line, ("warnings", true)));
+        let mut new = now
+            .failing
+            .changes_since(&logged.failing)
+            .filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
+        let refused = new.next().map(|failure| Line::Refused {
+            change: failure.change.to_string(),
+            error: failure.error.to_string(),
+            more: new.count(),
+        });
+        lines.extend(self.refusals.lines(at, REFUSALS, refused));
+        let rejected =
+            now.rejected.changes_since(&logged.rejected).filter_map(|(lease, _, why)| {
+                Some(Line::Rejected { lease: *lease, reason: why?.to_string() })
+            });
+        lines.extend(self.rejected.lines(at, REJECTED, rejected));
+        let accepted = now
+            .rejected
+            .changes_since(&logged.rejected)
+            .filter(|(.., why)| why.is_none())
+            .map(|(lease, ..)| Line::Accepted { lease: *lease });
+        lines.extend(self.accepted.lines(at, ACCEPTED, accepted));
+        let advisories = now
+            .advisories
+            .changes_since(&logged.advisories)
+            .filter(|(.., now)| now.is_some())
+            .map(|(warning, ..)| Line::Advisory { warning: warning.to_string() });
+        lines.extend(self.advisories.lines(at, ADVISORIES, advisories));
         lines.extend(self.repairs.lines(now, &logged, at));
         lines
     }
@@ -160,8 +209,9 @@ impl InSync {
             self.later = Some(later);
             return None;
         }
-        (self.logged, self.at) = (Some(now.peers), Some(at));
-        Some(Line::InSync(now.peers, now.objects))
+        self.logged = Some(now.peers);
+        self.at = Some(at);
+        Some(Line::InSync { peers: now.peers, objects: now.objects })
     }
 }
 
@@ -199,20 +249,20 @@ impl Capped {
         room
     }
 
-    /// A line for each `new` change that has room in the window. Before them, if changes of the
-    /// last window had no line, a line with their number.
-    fn lines<T>(
+    /// The `new` lines that have room in the window. Before them, if changes of the last window had
+    /// no line, a line with their number.
+    fn lines(
         &mut self,
         at: Instant,
-        new: impl IntoIterator<Item = T>,
-        line: impl Fn(T) -> Line,
-        (kinds, is_warning): (&str, bool),
+        kind: ChangeKind,
+        new: impl IntoIterator<Item = Line>,
     ) -> Vec<Line> {
         let mut lines = Vec::new();
-        if let Some(unlogged @ 1..) = self.turn(at) {
-            lines.push(Line::More(unlogged, kinds.to_owned(), is_warning));
+        if let Some(count @ 1..) = self.turn(at) {
+            let ChangeKind { names, are_warnings } = kind;
+            lines.push(Line::More { count, kinds: names.to_owned(), are_warnings });
         }
-        lines.extend(new.into_iter().filter_map(|change| self.take().then(|| line(change))));
+        lines.extend(new.into_iter().filter(|_| self.take()));
         lines
     }
 }
@@ -230,7 +280,8 @@ impl Repairs {
         let mut rest = None;
         if let Some(unlogged) = self.capped.turn(at) {
             if unlogged > 0 {
-                rest = Some(Line::More(unlogged, self.summary(logged), false));
+                let kinds = self.summary(logged);
+                rest = Some(Line::More { count: unlogged, kinds, are_warnings: false });
             }
             self.counts = logged.repairs.clone();
         }
@@ -286,13 +337,22 @@ mod tests {
         status
     }
 
+    fn in_sync(peers: usize, objects: usize) -> Line {
+        Line::InSync { peers, objects }
+    }
+
+    fn more(count: u64, kinds: &str, are_warnings: bool) -> Line {
+        Line::More { count, kinds: kinds.to_owned(), are_warnings }
+    }
+
     fn lease(n: u8) -> Subnets {
         format!("10.1.{n}.0-24").parse().unwrap()
     }
 
     #[test]
     fn many_rejections_and_advisories_are_logged_in_few_lines_and_counted() {
-        let (mut log, start) = (StatusLog::default(), Instant::now());
+        let mut log = StatusLog::default();
+        let start = Instant::now();
         let no = || Rejection::Rejected("no".into());
         let advisory =
             |n: u8| Advisory::OfLease { subnets: lease(n), text: "x".into(), address: None };
@@ -300,8 +360,8 @@ mod tests {
         status.rejected = (0..200).map(|n| (lease(n), no())).collect();
         status.advisories = (0..200).map(|n| (advisory(n), ())).collect();
         let lines = log.lines(&Arc::new(status.clone()), start);
-        let named = (0..5).map(|n| Line::Rejected(lease(n), no().to_string()));
-        let advisories = (0..5).map(|n| Line::Advisory(advisory(n).to_string()));
+        let named = (0..5).map(|n| Line::Rejected { lease: lease(n), reason: no().to_string() });
+        let advisories = (0..5).map(|n| Line::Advisory { warning: advisory(n).to_string() });
         assert_eq!(lines, named.chain(advisories).collect::<Vec<_>>());
         assert_eq!(log.next(), Some(start + WINDOW));
         status.rejected = Listing::default();
@@ -309,9 +369,9 @@ mod tests {
         assert_eq!(lines.len(), LINES);
         let lines = log.lines(&Arc::new(status.clone()), start + WINDOW);
         let rest = [
-            Line::More(195, "rejected leases".into(), true),
-            Line::More(195, "leases accepted or gone".into(), false),
-            Line::More(195, "warnings".into(), true),
+            more(195, "rejected leases", true),
+            more(195, "leases accepted or gone", false),
+            more(195, "warnings", true),
         ];
         assert_eq!(lines, rest);
         assert_eq!(log.next(), None);
@@ -322,25 +382,29 @@ mod tests {
 
     #[test]
     fn being_in_sync_is_logged_at_most_once_a_second_and_after_the_last_change() {
-        let (mut log, start) = (StatusLog::default(), Instant::now());
+        let mut log = StatusLog::default();
+        let start = Instant::now();
         let mut logged = Vec::new();
         for ms in 0..10_000u64 {
             let peers = usize::try_from(ms).unwrap();
             let mut status = Status::default();
-            (status.in_sync, status.peers, status.objects) = (ms % 3 != 1, peers, 4 * peers);
+            status.in_sync = ms % 3 != 1;
+            status.peers = peers;
+            status.objects = 4 * peers;
             logged.extend(log.lines(&Arc::new(status), start + Duration::from_millis(ms)));
         }
-        assert_eq!((logged.len(), &logged[0]), (10, &Line::InSync(0, 0)));
+        assert_eq!((logged.len(), &logged[0]), (10, &in_sync(0, 0)));
         let later = log.next().unwrap();
         assert!(later <= start + Duration::from_secs(11));
         let last = log.logged.clone();
-        assert_eq!(log.lines(&last, later), [Line::InSync(9_999, 39_996)]);
+        assert_eq!(log.lines(&last, later), [in_sync(9_999, 39_996)]);
         assert_eq!((log.next(), log.lines(&last, later + SYNC_GAP)), (None, vec![]));
     }
 
     #[test]
     fn many_repairs_are_logged_in_few_lines_and_counted() {
-        let (mut repairs, start) = (Repairs::default(), Instant::now());
+        let mut repairs = Repairs::default();
+        let start = Instant::now();
         let mut logged = Status::default();
         let mut lines = Vec::new();
         for ms in 0..9_000 {
@@ -356,13 +420,14 @@ mod tests {
         assert!(lines.iter().all(is_expected), "{lines:?}");
         assert!(repairs.capped.unlogged > 0, "the rest is logged at the end of the window");
         let last = repairs.lines(&logged, &logged, start + WINDOW + WINDOW);
-        assert_eq!(last, [Line::More(26995, "26995 × route deleted".into(), false)]);
+        assert_eq!(last, [more(26995, "26995 × route deleted", false)]);
         assert_eq!(repairs.lines(&logged, &logged, start + 4 * WINDOW), []);
     }
 
     #[test]
     fn repairs_without_end_have_ever_fewer_lines() {
-        let (mut repairs, start) = (Repairs::default(), Instant::now());
+        let mut repairs = Repairs::default();
+        let start = Instant::now();
         let mut logged = Status::default();
         let mut hours = [0; 3];
         for second in 0..3 * 3600u64 {
@@ -381,7 +446,8 @@ mod tests {
 
     #[test]
     fn the_summary_names_each_kind() {
-        let (mut repairs, start) = (Repairs::default(), Instant::now());
+        let mut repairs = Repairs::default();
+        let start = Instant::now();
         let none = Status::default();
         let mut now = damaged(&none, 20);
         let mac = flannel_core::object::MacAddr::local([1; 6]);
@@ -392,7 +458,6 @@ mod tests {
         now.last_repairs.push(Arc::new(Repair::new(now.repaired, Damage::Modification, neigh)));
         assert_eq!(repairs.lines(&now, &none, start).len(), LINES);
         let last = repairs.lines(&now, &now, start + WINDOW);
-        let kinds = "1 × neigh changed, 15 × route deleted".into();
-        assert_eq!(last, [Line::More(16, kinds, false)]);
+        assert_eq!(last, [more(16, "1 × neigh changed, 15 × route deleted", false)]);
     }
 }

@@ -7,11 +7,52 @@ use flannel_core::status::Status;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
-use super::moving::Devices;
+use super::Ended;
+use crate::run::backends::Devices;
+use crate::run::network::RunningNetwork;
+use crate::run::start::Before;
 
 /// The time for which the devices of a changed config may fail. Then the network goes back to the
 /// config before.
 const PROBATION: Duration = Duration::from_secs(5);
+
+/// Notes that the config of a network works.
+pub(crate) struct ProofController<'a> {
+    pub(crate) network: &'a RunningNetwork<'a>,
+}
+
+impl ProofController<'_> {
+    /// Runs until it is dropped. It notes the config once the devices are in place.
+    pub(crate) async fn run(self) -> Ended {
+        let network = self.network;
+        let look = |status: &Status| network.backends.devices(status);
+        if until_in_place(look, network.handle.status.clone()).await {
+            network.starter.works(&network.config).await;
+        }
+        std::future::pending().await
+    }
+}
+
+/// Gives up a config whose devices cannot be made.
+pub(crate) struct ProbationController<'a> {
+    pub(crate) network: &'a RunningNetwork<'a>,
+}
+
+impl ProbationController<'_> {
+    /// Runs until the network must go back to the config before. Without one, it does not end.
+    pub(crate) async fn run(self) -> Ended {
+        let network = self.network;
+        if network.before == Before::Nothing {
+            return std::future::pending().await;
+        }
+        let look = |status: &Status| network.backends.devices(status);
+        let reason = failure(look, network.handle.status.clone()).await;
+        network.record.drop_unoffered(&*network.backends.target);
+        let reloads = network.observer.reloads();
+        let reason = network.starter.refusals.failed(&network.config, &reason, reloads);
+        Ended::Rebuild(format!("back to the config before: {reason}"))
+    }
+}
 
 /// Waits until the devices are in place. Returns false if the network ends before.
 pub(super) async fn until_in_place(
@@ -23,7 +64,7 @@ pub(super) async fn until_in_place(
 
 /// Waits until the devices cannot be made for a while. Returns the last reason. Once they have been
 /// in place, it never returns.
-pub(super) async fn failure(
+async fn failure(
     look: impl Fn(&Status) -> Devices,
     mut status: watch::Receiver<Arc<Status>>,
 ) -> String {

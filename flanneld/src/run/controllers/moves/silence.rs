@@ -9,7 +9,7 @@ use flannel_netlink::NetlinkKernel;
 use tokio::time::Instant;
 
 /// The time for which no lease offered a withdrawn backend before its devices are removed.
-pub(super) const UNUSED: Duration = Duration::from_secs(60);
+pub(in crate::run::controllers) const UNUSED: Duration = Duration::from_secs(60);
 /// The time for which no packet came by these devices.
 const SILENT: Duration = Duration::from_secs(10);
 
@@ -18,8 +18,22 @@ pub(super) struct Silence {
     kernel: Arc<NetlinkKernel>,
     devices: Vec<LinkName>,
     since: Instant,
-    /// The packets that the devices had received, and the time since which there is no more.
-    received: Option<(u64, Instant)>,
+    received: Option<Received>,
+}
+
+/// The packets that devices had received.
+struct Received {
+    count: u64,
+    /// The time since which there is no more.
+    since: Instant,
+}
+
+/// The state of a wait for silence.
+pub(super) struct Heard {
+    /// The event that is waited for.
+    pub(super) waits_for: String,
+    /// It has happened.
+    pub(super) is_over: bool,
 }
 
 impl Silence {
@@ -30,29 +44,36 @@ impl Silence {
 
     /// Begins again, because a lease offers a withdrawn backend.
     pub(super) fn interrupt(&mut self) {
-        (self.since, self.received) = (Instant::now(), None);
+        self.since = Instant::now();
+        self.received = None;
     }
 
-    /// Looks at the counters. Returns the event that is waited for, and whether it has happened.
-    pub(super) async fn look(&mut self) -> (String, bool) {
-        let (kernel, devices) = (Arc::clone(&self.kernel), self.devices.clone());
-        let done = match blocking(move || kernel.received(&devices)).await {
+    /// Reads the counters.
+    pub(super) async fn look(&mut self) -> Heard {
+        let kernel = Arc::clone(&self.kernel);
+        let devices = self.devices.clone();
+        let is_over = match blocking(move || kernel.received(&devices)).await {
             Ok(count) => self.is_over(count, Instant::now()),
-            Err(error) => return (format!("the counters of devices: {error}"), false),
+            Err(error) => {
+                let waits_for = format!("the counters of devices: {error}");
+                return Heard { waits_for, is_over: false };
+            }
         };
         let devices: Vec<_> = self.devices.iter().map(ToString::to_string).collect();
         let by =
             if devices.is_empty() { String::new() } else { format!(" by {}", devices.join(", ")) };
-        let (unused, silent) = (UNUSED.as_secs(), SILENT.as_secs());
-        (format!("{unused} s without use, and {silent} s without a packet{by}"), done)
+        let unused = UNUSED.as_secs();
+        let silent = SILENT.as_secs();
+        let waits_for = format!("{unused} s without use, and {silent} s without a packet{by}");
+        Heard { waits_for, is_over }
     }
 
     /// Takes in the number of packets that the devices have received.
     fn is_over(&mut self, count: u64, now: Instant) -> bool {
-        if self.received.is_none_or(|(before, _)| before != count) {
-            self.received = Some((count, now));
-        }
-        let quiet = self.received.map_or(Duration::ZERO, |(_, since)| now - since);
+        let unchanged = self.received.take().filter(|received| received.count == count);
+        let received = unchanged.unwrap_or(Received { count, since: now });
+        let quiet = now - received.since;
+        self.received = Some(received);
         now - self.since >= UNUSED && quiet >= SILENT
     }
 }
@@ -79,8 +100,8 @@ mod tests {
     async fn the_event_is_described() {
         let devices = vec!["flannel.1".parse().unwrap()];
         let mut silence = Silence::new(&Arc::new(NetlinkKernel::open().unwrap()), devices);
-        let (text, done) = silence.look().await;
-        assert_eq!(text, "60 s without use, and 10 s without a packet by flannel.1");
-        assert!(!done);
+        let heard = silence.look().await;
+        assert_eq!(heard.waits_for, "60 s without use, and 10 s without a packet by flannel.1");
+        assert!(!heard.is_over);
     }
 }

@@ -5,36 +5,58 @@
 //! must not stay for that time.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::Kernel;
-use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::object::{Change, Key, LinkName, Object, Route, State, Via};
 use tokio::sync::watch;
 
-use crate::blocking::run_blocking_in_order;
+use crate::blocking::BlockingQueue;
 
 /// The pause between two looks at the routes.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Waits until the rule is in place, for any time. Until then, removes the routes that do not leave
-/// by a device that encrypts, so that their packets are dropped. All other objects stay.
-///
-/// # Cancel safety
-/// Dropping the future leaves the routes as they are.
-pub(super) async fn until_ruled(
-    kernel: &Arc<dyn Kernel>,
-    (footprint, encrypted): (&Footprint, &BTreeSet<LinkName>),
-    mut ruled: watch::Receiver<bool>,
-) {
-    let remove = async {
+/// The routes of this host that do not leave by a device that encrypts.
+pub(super) struct PlainRoutes {
+    pub(super) kernel: Arc<dyn Kernel>,
+    pub(super) footprint: Footprint,
+    /// The devices that encrypt.
+    pub(super) encrypted: BTreeSet<LinkName>,
+    /// The queue of the removals.
+    pub(super) queue: BlockingQueue,
+}
+
+impl PlainRoutes {
+    /// Waits until the rule is in place (`ruled`), for any time. Until then, removes these routes,
+    /// so that their packets are dropped. All other objects stay.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves the routes as they are.
+    pub(super) async fn remove_until(&self, mut ruled: watch::Receiver<bool>) {
+        let wait = async {
+            // Without the firewall there will be no rule.
+            if ruled.wait_for(|ruled| *ruled).await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        };
+        tokio::select! {
+            biased;
+            () = wait => {}
+            never = self.keep_removing() => match never {},
+        }
+    }
+
+    async fn keep_removing(&self) -> Infallible {
         let mut logged = None;
         loop {
-            let (kernel, footprint) = (Arc::clone(kernel), footprint.clone());
-            let encrypted = encrypted.clone();
+            let kernel = Arc::clone(&self.kernel);
+            let footprint = self.footprint.clone();
+            let encrypted = self.encrypted.clone();
             let work = move || remove_plain(&*kernel, &footprint, &encrypted);
-            let failed = run_blocking_in_order(work).await.err().map(|error| error.to_string());
+            let failed = self.queue.run(work).await.err().map(|error| error.to_string());
             if failed.is_some() && failed != logged {
                 let error = failed.as_deref();
                 tracing::warn!(error, "a route that does not encrypt is not removed, retrying");
@@ -42,17 +64,6 @@ pub(super) async fn until_ruled(
             logged = failed;
             tokio::time::sleep(PAUSE).await;
         }
-    };
-    let wait = async {
-        // Without the firewall there will be no rule.
-        if ruled.wait_for(|ruled| *ruled).await.is_err() {
-            std::future::pending::<()>().await;
-        }
-    };
-    tokio::select! {
-        biased;
-        () = wait => {}
-        () = remove => {}
     }
 }
 
@@ -67,7 +78,7 @@ fn remove_plain(
         return Ok(());
     }
     tracing::info!(changes = changes.len(), "routes that do not encrypt are removed");
-    kernel.apply(footprint, &changes).into_iter().collect()
+    kernel.apply(footprint, &changes).into_iter().try_for_each(Outcome::into_result)
 }
 
 /// The changes that leave no route but those by devices that encrypt, and blackholes. A blackhole
@@ -166,7 +177,7 @@ mod tests {
     async fn the_wait_has_no_limit_and_plain_routes_that_return_go_again() {
         let fake = FakeKernel::with_uplink("eth0");
         let kernel: Arc<dyn Kernel> = Arc::new(fake.clone());
-        let (footprint, encrypted) = (footprint(), BTreeSet::new());
+        let footprint = footprint();
         let (rule, ruled) = watch::channel(false);
         let plain = || {
             let there = fake.snapshot(&footprint).unwrap();
@@ -174,7 +185,7 @@ mod tests {
         };
         let put = || {
             let change = Change::Put(route("10.1.7.0/24", "eth0"));
-            fake.apply(&footprint, &[change]).remove(0).unwrap();
+            assert_eq!(fake.apply(&footprint, &[change]), [Outcome::Done]);
         };
         let scenario = async {
             for _ in 0..3 {
@@ -187,8 +198,15 @@ mod tests {
             rule.send_replace(true);
             std::future::pending::<()>().await;
         };
+        let encrypted = BTreeSet::new();
+        let plain = PlainRoutes {
+            kernel,
+            footprint: footprint.clone(),
+            encrypted,
+            queue: BlockingQueue::default(),
+        };
         tokio::select! {
-            () = until_ruled(&kernel, (&footprint, &encrypted), ruled) => {}
+            () = plain.remove_until(ruled) => {}
             () = scenario => {}
         }
         assert!(*rule.borrow(), "it waits for the rule");

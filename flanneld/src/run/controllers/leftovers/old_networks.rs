@@ -18,7 +18,7 @@ use flannel_route::remove_former;
 use tokio::sync::watch;
 
 use super::{is_settled, log_removal};
-use crate::blocking::run_blocking_in_order;
+use crate::blocking::BlockingQueue;
 
 /// The pod networks of this host in the record.
 #[derive(Debug)]
@@ -27,16 +27,17 @@ pub(crate) struct OldNetworks {
     /// Earlier ones, of which objects may be left.
     former: Vec<Subnet>,
     current: Vec<Subnet>,
+    writes: BlockingQueue,
 }
 
 impl OldNetworks {
     /// Notes the config's networks before objects are put for them.
-    pub(crate) async fn record(state_dir: &Path, config: &Config) -> Self {
+    pub(crate) async fn record(state_dir: &Path, config: &Config, writes: BlockingQueue) -> Self {
         let record = state_dir::networks(state_dir);
         let current: Vec<Subnet> = config.pod_networks().collect();
         let mut former = state_dir::read_networks(&record);
         former.retain(|network| !current.contains(network));
-        let this = Self { record, former, current };
+        let this = Self { record, former, current, writes };
         this.write([&this.former[..], &this.current].concat()).await;
         this
     }
@@ -68,6 +69,6 @@ impl OldNetworks {
 
     async fn write(&self, networks: Vec<Subnet>) {
         let record = self.record.clone();
-        run_blocking_in_order(move || state_dir::write_networks(&record, &networks)).await;
+        self.writes.run(move || state_dir::write_networks(&record, &networks)).await;
     }
 }

@@ -1,6 +1,7 @@
 //! The backends of one network.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use flannel_core::backend::{Datapath, Prepared};
 use flannel_core::kernel::Footprint;
@@ -8,35 +9,36 @@ use flannel_core::object::{Key, LinkName};
 use flannel_core::status::{Failure, Status};
 use flannel_core::{Backend, Config};
 use flannel_route::PreparedMember;
-use flannel_route::moving::{Member, NodeBackends};
+use flannel_route::moving::{BackendUse, NodeBackends};
 
 use crate::config::DaemonConfig;
 use crate::error::Error;
 
 /// A backend that runs.
 #[derive(Clone)]
-pub(crate) struct Runs {
-    pub(super) backend: &'static dyn Backend,
+pub(crate) struct BackendInUse {
+    pub(crate) backend: Arc<dyn Backend>,
     /// The network config with this backend.
-    pub(super) config: Config,
-    pub(super) member: Member,
+    pub(crate) config: Config,
+    pub(crate) usage: BackendUse,
 }
 
 /// The backends of one network, ready to be joined.
-pub(crate) struct Lineup {
-    pub(crate) team: Team,
-    /// The preparation of each backend of the team, in its order.
+pub(crate) struct PreparedBackends {
+    pub(crate) backends: BackendsInUse,
+    /// The preparation of each backend, in the order of [`BackendsInUse::all`].
     pub(super) prepared: Vec<Prepared>,
 }
 
-impl Lineup {
+impl PreparedBackends {
     /// The members for [`Host::join_prepared`](flannel_route::Host::join_prepared).
     pub(crate) fn members(&mut self) -> Vec<PreparedMember<'_>> {
         let prepared = std::mem::take(&mut self.prepared);
-        let all = self.team.all.iter().zip(prepared);
-        all.map(|(runs, prepared)| {
-            let (backend, config) = runs.member();
-            PreparedMember { backend, config, prepared }
+        let all = self.backends.all.iter().zip(prepared);
+        all.map(|(it, prepared)| PreparedMember {
+            backend: &*it.backend,
+            config: &it.config,
+            prepared,
         })
         .collect()
     }
@@ -44,14 +46,15 @@ impl Lineup {
 
 /// The backends of one network.
 #[derive(Clone)]
-pub(crate) struct Team {
+pub(crate) struct BackendsInUse {
     /// In the order in which they are used for a peer that offers several.
-    pub(crate) all: Vec<Runs>,
-    pub(super) members: NodeBackends,
-    /// Those that cannot be set up now. They are recorded, and tried again.
-    pub(super) aside: Vec<Runs>,
-    /// That of the network config.
-    pub(crate) target: &'static dyn Backend,
+    pub(crate) all: Vec<BackendInUse>,
+    /// In the order of the offers in the lease.
+    pub(crate) order: NodeBackends,
+    /// The backends that cannot be set up now. They are recorded, and tried again.
+    pub(crate) absent: Vec<BackendInUse>,
+    /// The backend of the network config.
+    pub(crate) target: Arc<dyn Backend>,
 }
 
 /// The devices and addresses of the target in the kernel.
@@ -65,23 +68,16 @@ pub(crate) enum Devices {
     Unknown,
 }
 
-impl Runs {
-    /// The backend and its config.
-    pub(crate) fn member(&self) -> (&dyn Backend, &Config) {
-        (self.backend, &self.config)
-    }
-}
-
-impl Team {
+impl BackendsInUse {
     /// Whether this backend is one of them.
     pub(crate) fn runs(&self, backend: &dyn Backend) -> bool {
-        self.all.iter().any(|runs| runs.backend.kind() == backend.kind())
+        self.all.iter().any(|it| it.backend.kind() == backend.kind())
     }
 
     /// The places in `all` of the backends whose offers are published, the preferred one first.
     pub(crate) fn offers(&self) -> Vec<usize> {
-        let place = |member: &Member| self.all.iter().position(|runs| runs.member == *member);
-        self.members.offered().filter_map(place).collect()
+        let place = |usage: &BackendUse| self.all.iter().position(|it| it.usage == *usage);
+        self.order.offered().filter_map(place).collect()
     }
 
     /// The devices on which a handshake decides whether a peer is reached by the first backend or
@@ -132,7 +128,7 @@ impl Team {
     /// The options of a backend are wrong.
     pub(crate) fn footprint(&self, uplink: Option<LinkName>) -> Result<Footprint, Error> {
         let mut footprint = Footprint::default();
-        for Runs { backend, config, .. } in &self.all {
+        for BackendInUse { backend, config, .. } in &self.all {
             footprint.merge(backend.footprint(config, uplink)?);
         }
         Ok(footprint)
@@ -140,16 +136,19 @@ impl Team {
 
     /// The datapath of all backends.
     pub(crate) fn datapath(&self, settings: &DaemonConfig) -> Datapath {
-        let mut datapaths = self.all.iter().map(|runs| settings.backends.datapath(&runs.config));
+        let mut datapaths = self.all.iter().map(|it| settings.backends.datapath(&it.config));
         let mut first = datapaths.next().unwrap_or_default();
         datapaths.for_each(|datapath| first.merge(datapath));
         first
     }
 
     /// The devices of withdrawn backends.
-    pub(super) fn withdrawn_devices(&self) -> Vec<LinkName> {
-        let withdrawn = self.all.iter().filter(|runs| !runs.member.offered);
-        let footprint = |runs: &Runs| runs.backend.footprint(&runs.config, None).ok();
-        withdrawn.filter_map(footprint).flat_map(|footprint| footprint.links).collect()
+    pub(crate) fn withdrawn_devices(&self) -> Vec<LinkName> {
+        self.all
+            .iter()
+            .filter(|it| !it.usage.offered)
+            .filter_map(|it| it.backend.footprint(&it.config, None).ok())
+            .flat_map(|footprint| footprint.links)
+            .collect()
     }
 }
