@@ -55,8 +55,9 @@ pub(crate) fn traffic(status: &Status, drops: &mut LongDrops, now: Instant) -> O
 /// The traffic of a process that cannot be asked.
 pub(crate) fn unread(error: &io::Error) -> Traffic {
     let text = format!("the counts of the data plane cannot be read: {error}");
-    let command = "pgrep -a flannel-udp # does the process of the data plane run?";
-    Traffic { problems: vec![(text, command.to_owned())], ..Traffic::default() }
+    let remedy =
+        Remedy::run("pgrep -a flannel-udp").remark("does the process of the data plane run?");
+    Traffic { problems: vec![Trouble::new(text, remedy)], ..Traffic::default() }
 }
 
 /// What is wrong if packets are dropped for this reason. `None`: pods or other hosts can cause it,

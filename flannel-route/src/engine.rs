@@ -581,7 +581,8 @@ mod tests {
             assert!(!status.in_sync && status.settled, "{status:#?}");
             assert_eq!(status.failing.len(), refused.len() + usize::from(peers));
             for (key, failure) in status.failing.iter() {
-                let object = failure.change.strip_prefix("put ").unwrap();
+                let change = failure.change.to_string();
+                let object = change.strip_prefix("put ").unwrap();
                 let text = format!("the network's footprint does not own {object}");
                 assert_eq!(failure.error.to_string(), text, "{key:?}");
                 let is_expected = refused.iter().any(|refused| object.starts_with(refused));

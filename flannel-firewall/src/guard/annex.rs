@@ -512,7 +512,7 @@ mod tests {
         let guard = Guard::new("guard-test");
         let unread = || Some(unread(true, &KernelError::explained(EBUSY, "the table is busy")));
         let problems = guard.explain(unread(), Instant::now()).unwrap().problems;
-        assert!(problems[0].0.contains("cannot be read: the table is busy"), "{problems:?}");
+        assert!(problems[0].text.contains("cannot be read: the table is busy"), "{problems:?}");
         guard.note_unable(Some("no nf_tables".into()));
         assert_eq!(guard.explain(unread(), Instant::now()).unwrap().problems.len(), 2);
     }

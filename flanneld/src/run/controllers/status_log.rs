@@ -313,7 +313,7 @@ mod tests {
     use std::sync::Arc;
 
     use flannel_core::object::{Neigh, Route, Via};
-    use flannel_core::status::{Listing, Repair};
+    use flannel_core::status::{Advisory, Listing, Rejection, Repair};
 
     use super::*;
 
