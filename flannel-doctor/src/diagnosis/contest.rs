@@ -89,12 +89,12 @@ mod tests {
         Some(ProcessReport { name: name.to_owned(), pid, certain })
     }
 
-    fn repairs(author: Option<ProcessReport>, at: &[f64]) -> RepairsReport {
+    fn repairs(author: Option<&ProcessReport>, at: &[f64]) -> RepairsReport {
         let repair = |at: &f64| RepairReport {
             at: *at,
             text: "restored x, deleted by y".to_owned(),
-            process: author.as_ref().map(ToString::to_string),
-            author: author.clone(),
+            process: author.map(ToString::to_string),
+            author: author.cloned(),
         };
         RepairsReport { total: at.len() as u64, last: at.iter().rev().map(repair).collect() }
     }
@@ -144,7 +144,7 @@ mod tests {
             ),
             (None, "journalctl -u flanneld # has all repairs; find the program, and make it leave"),
         ] {
-            let found = contest(&repairs(author, &[1.0, 2.0, 3.0]), 3.0).unwrap();
+            let found = contest(&repairs(author.as_ref(), &[1.0, 2.0, 3.0]), 3.0).unwrap();
             assert!(found.text.ends_with("3 times in 2 s: restored x, deleted by y"), "{found:?}");
             assert!(found.repair().unwrap().starts_with(repair), "{found:?}");
         }

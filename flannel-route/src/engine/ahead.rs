@@ -15,12 +15,14 @@ use flannel_core::object::Change;
 /// without a pause.
 pub(super) const BEGUN: usize = 2;
 
+/// Applies the changes of a batch.
+type Apply<'a> = dyn Fn(&[Change]) -> Result<Vec<Outcome>, Closed> + Sync + 'a;
 type Batch = (Vec<Change>, Cause);
 type Applied = (Vec<Change>, Cause, Result<Vec<Outcome>, Closed>);
 
 /// The second thread. It applies the batches in the order in which they were begun.
 pub(super) struct Applier<'a> {
-    apply: &'a (dyn Fn(&[Change]) -> Result<Vec<Outcome>, Closed> + Sync),
+    apply: &'a Apply<'a>,
     /// `Err`: the thread could not be started, so the caller applies the batches.
     batches: Result<SyncSender<Batch>, SyncSender<Applied>>,
     results: Receiver<Applied>,
@@ -30,10 +32,7 @@ pub(super) struct Applier<'a> {
 
 impl<'a> Applier<'a> {
     /// Does `work` with a second thread that calls `apply`. Passes on the panic of that thread.
-    pub(super) fn with<T>(
-        apply: &'a (dyn Fn(&[Change]) -> Result<Vec<Outcome>, Closed> + Sync),
-        work: impl FnOnce(&Self) -> T,
-    ) -> T {
+    pub(super) fn with<T>(apply: &'a Apply<'a>, work: impl FnOnce(&Self) -> T) -> T {
         // A kernel may use the runtime that it is called on.
         let runtime = Handle::try_current();
         thread::scope(|scope| {
