@@ -6,12 +6,12 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
 
 use crate::{
-    LogReport, PathsReport, PeerReport, PeersReport, ReloadReport, StatusReport, TrialReport,
-    VERSION, WhyReport, request,
+    LogReport, PathsReport, PeersReport, ReloadReport, StatusReport, TrialReport, VERSION,
+    WhyReport, request,
 };
 
 /// The timeout of each read and write. A daemon that takes longer counts as not answering.
@@ -27,7 +27,7 @@ pub enum Error {
         socket.as_ref().map(|path| format!(" at {}", path.display())).unwrap_or_default()
     )]
     NoDaemon {
-        /// The socket; `None`: the daemon has none.
+        /// The socket, or `None` if the daemon has none.
         socket: Option<PathBuf>,
         /// The reason.
         reason: String,
@@ -55,7 +55,7 @@ pub enum Error {
         daemon.map_or_else(|| "none".to_owned(), |version| version.to_string())
     )]
     Version {
-        /// The daemon's version; `None`: the answer names none.
+        /// The daemon's version, or `None` if the answer names none.
         daemon: Option<u64>,
     },
     /// The answer is not of the expected form.
@@ -63,6 +63,16 @@ pub enum Error {
         "the daemon's answer cannot be parsed (the daemon may be older than this program): {0}"
     )]
     Answer(#[source] serde_json::Error),
+}
+
+/// The fields of any answer.
+#[derive(Deserialize)]
+struct Envelope {
+    #[serde(default)]
+    version: Option<u64>,
+    /// The reason, if the daemon refuses the request.
+    #[serde(default)]
+    error: Option<String>,
 }
 
 /// A connection to a daemon. Each request opens the socket anew.
@@ -99,6 +109,18 @@ impl Client {
         self.read("GET", request::STATUS)
     }
 
+    /// Reads the status of the daemon, for which it repeats the checks of the host that start a
+    /// process.
+    ///
+    /// # Errors
+    /// [`Error`].
+    ///
+    /// # Blocking
+    /// As [`Client::status`].
+    pub fn fresh_status(&self) -> Result<StatusReport, Error> {
+        self.read("GET", request::FRESH_STATUS)
+    }
+
     /// Reads the list of all other nodes.
     ///
     /// # Errors
@@ -106,8 +128,8 @@ impl Client {
     ///
     /// # Blocking
     /// As [`Client::status`].
-    pub fn peers(&self) -> Result<Vec<PeerReport>, Error> {
-        self.read::<PeersReport>("GET", request::PEERS).map(|report| report.peers)
+    pub fn peers(&self) -> Result<PeersReport, Error> {
+        self.read("GET", request::PEERS)
     }
 
     /// Reads the results of the probes of paths.
@@ -166,40 +188,6 @@ impl Client {
         self.read("POST", &request::log(filter))
     }
 
-    /// Sends a request and returns the JSON of the answer, with fields that this version of the
-    /// crate does not know.
-    ///
-    /// # Errors
-    /// [`Error`].
-    ///
-    /// # Blocking
-    /// As [`Client::status`].
-    pub fn ask(&self, method: &str, target: &str) -> Result<Value, Error> {
-        let gone = |reason: String| Error::NoDaemon { socket: self.socket.clone(), reason };
-        let answer =
-            self.exchange(method, target).map_err(|error| match (error.kind(), &self.socket) {
-                (ErrorKind::PermissionDenied, Some(socket)) => {
-                    Error::Denied { socket: socket.clone(), source: error }
-                }
-                _ => gone(error.to_string()),
-            })?;
-        let (head, body) = answer
-            .split_once("\r\n\r\n")
-            .ok_or_else(|| gone("the answer is incomplete".to_owned()))?;
-        let value: Value = serde_json::from_str(body)
-            .map_err(|_| gone(format!("the answer is not flanneld's: {}", body.trim())))?;
-        let error = || value["error"].as_str().unwrap_or("the daemon gave no reason").to_owned();
-        match head.split(' ').nth(1) {
-            Some("200") => {}
-            Some("400") => return Err(Error::Parameter(error())),
-            _ => return Err(Error::Refused(error())),
-        }
-        match value["version"].as_u64() {
-            Some(version) if version == u64::from(VERSION) => Ok(value),
-            daemon => Err(Error::Version { daemon }),
-        }
-    }
-
     /// Whether a daemon listens. The answer is certain: a socket that may not be opened is an
     /// error.
     ///
@@ -220,7 +208,32 @@ impl Client {
     }
 
     fn read<T: DeserializeOwned>(&self, method: &str, target: &str) -> Result<T, Error> {
-        serde_json::from_value(self.ask(method, target)?).map_err(Error::Answer)
+        let gone = |reason: String| Error::NoDaemon { socket: self.socket.clone(), reason };
+        let answer =
+            self.exchange(method, target).map_err(|error| match (error.kind(), &self.socket) {
+                (ErrorKind::PermissionDenied, Some(socket)) => {
+                    Error::Denied { socket: socket.clone(), source: error }
+                }
+                _ => gone(error.to_string()),
+            })?;
+        let (head, body) = answer
+            .split_once("\r\n\r\n")
+            .ok_or_else(|| gone("the answer is incomplete".to_owned()))?;
+        let no_json = |_| gone(format!("the answer is not flanneld's: {}", body.trim()));
+        // Not every answer has these fields.
+        let envelope: Envelope = serde_json::from_str(body).map_err(no_json)?;
+        let status = head.split(' ').nth(1);
+        if status != Some("200") {
+            let reason = envelope.error.unwrap_or_else(|| "the daemon gave no reason".to_owned());
+            return Err(match status {
+                Some("400") => Error::Parameter(reason),
+                _ => Error::Refused(reason),
+            });
+        }
+        if envelope.version != Some(u64::from(VERSION)) {
+            return Err(Error::Version { daemon: envelope.version });
+        }
+        serde_json::from_str(body).map_err(Error::Answer)
     }
 
     fn exchange(&self, method: &str, target: &str) -> std::io::Result<String> {

@@ -6,16 +6,17 @@ use std::time::{Duration, SystemTime};
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{ExternalInterface, Inlet};
 use flannel_core::config::PodNetwork;
-use flannel_core::kernel::{Refused, Traffic};
+use flannel_core::kernel::{Process, Refused, Traffic};
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::Key;
-use flannel_core::status::{Failure, Histogram, Repair};
-use flannel_core::subnet::{Loss, Ownership, StoreStatus};
+use flannel_core::status::{Failure, Histogram, Rejection, Repair};
+use flannel_core::subnet::{self, Loss, StoreStatus};
 use flannel_core::{Config, Lease, Subnet, Subnets};
 
 use crate::{
-    FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport, LeaseReport,
-    PeerReport, RepairReport, StoreReport, SubnetsReport, TrafficReport, rounded, seconds,
+    FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport, LeaseReport, More,
+    Ownership, PeerReport, PeerState, ProcessReport, RejectionCause, RejectionReport, RepairReport,
+    StoreFailure, StoreKind, StoreReport, SubnetsReport, TrafficReport, rounded, seconds,
 };
 
 /// The largest number of skipped entries in a report.
@@ -46,7 +47,7 @@ impl PeerReport {
     /// The report of the peer that holds a lease.
     pub fn new(
         lease: &Lease,
-        state: &str,
+        state: PeerState,
         reason: Option<String>,
         changed: Option<SystemTime>,
     ) -> Self {
@@ -55,30 +56,34 @@ impl PeerReport {
             subnets: texts(lease.subnets.iter()),
             public: texts(lease.attrs.preferred.public.values()),
             backend: lease.attrs.preferred.kind.to_string(),
-            state: state.to_owned(),
+            state,
             reason,
+            rejection: None,
             changed: changed.map(seconds),
             tunnels: Vec::new(),
+            more: More::new(),
         }
     }
 }
 
 impl LeaseReport {
     /// The report of this node's lease. `lapsed`: its time ran out, and the store does not answer.
-    pub fn new(own: Subnets, ownership: &Ownership, lapsed: bool, time: SystemTime) -> Self {
-        let word = match ownership {
-            _ if lapsed => "lapsed",
-            Ownership::Held { until: Some(_) } => "held",
-            Ownership::Held { until: None } => "reserved",
-            Ownership::Lost { why: Loss::Unconfirmed, .. } => "lapsed",
-            _ => "none",
+    pub fn new(
+        own: Subnets,
+        ownership: &subnet::Ownership,
+        lapsed: bool,
+        time: SystemTime,
+    ) -> Self {
+        let report = match (ownership, ownership.remaining(time)) {
+            _ if lapsed => Ownership::Lapsed,
+            (subnet::Ownership::Held { .. }, Some(remaining)) => {
+                Ownership::Held { remaining: rounded(remaining) }
+            }
+            (subnet::Ownership::Held { .. }, None) => Ownership::Reserved,
+            (subnet::Ownership::Lost { why: Loss::Unconfirmed, .. }, _) => Ownership::Lapsed,
+            _ => Ownership::None,
         };
-        Self {
-            key: own.to_string(),
-            subnets: texts(own.iter()),
-            ownership: word.to_owned(),
-            remaining: ownership.remaining(time).filter(|_| !lapsed).map(rounded),
-        }
+        Self { key: own.to_string(), subnets: texts(own.iter()), ownership: report }
     }
 }
 
@@ -99,7 +104,7 @@ impl FailureReport {
     pub fn new(key: &Key, failure: &Failure) -> Self {
         Self {
             object: key.to_string(),
-            change: failure.change.clone(),
+            change: failure.change.to_string(),
             peer: failure.peer.map(|peer| peer.to_string()),
             errno: failure.error.errno().unwrap_or(0),
             error: failure.error.to_string(),
@@ -112,8 +117,19 @@ impl FailureReport {
 impl From<&Repair> for RepairReport {
     fn from(repair: &Repair) -> Self {
         let process = repair.changed_by.as_ref().and_then(|by| by.process.as_deref());
-        let process = process.map(str::to_owned);
-        Self { at: seconds(repair.at), text: repair.to_string(), process }
+        Self {
+            at: seconds(repair.at),
+            text: repair.to_string(),
+            process: process.map(ToString::to_string),
+            author: process.map(ProcessReport::from),
+        }
+    }
+}
+
+impl From<&Process> for ProcessReport {
+    fn from(process: &Process) -> Self {
+        let Process { name, pid, is_certain } = process;
+        Self { name: name.clone(), pid: *pid, certain: *is_certain }
     }
 }
 
@@ -138,8 +154,7 @@ impl From<&Traffic> for TrafficReport {
 
 impl From<&Histogram> for LatencyReport {
     fn from(latency: &Histogram) -> Self {
-        let [p50, p99] = [0.5, 0.99].map(|share| quantile(latency, share));
-        Self { count: latency.count(), p50, p99 }
+        Self { count: latency.count(), p50: quantile(latency, 0.5), p99: quantile(latency, 0.99) }
     }
 }
 
@@ -148,27 +163,96 @@ impl From<&Histogram> for LatencyReport {
 fn quantile(latency: &Histogram, share: f64) -> Option<f64> {
     let wanted = (share * latency.count() as f64).ceil().max(1.0);
     let mut seen = 0;
-    let reaches = |(_, count): &(Duration, u64)| {
+    let (bound, _) = latency.buckets().find(|(_, count)| {
         seen += count;
         seen as f64 >= wanted
-    };
-    let (bound, _) = latency.buckets().find(reaches)?;
+    })?;
     (bound < Duration::MAX).then_some(bound.as_secs_f64())
 }
 
 impl From<&StoreStatus> for StoreReport {
     fn from(store: &StoreStatus) -> Self {
-        let (error, error_at) = store.last_error.clone().unzip();
+        let last_error = store.last_error.as_ref();
+        let skipped = store.skipped.iter().take(SKIPPED);
         Self {
             name: store.store.clone(),
+            kind: StoreKind::from(&store.kind),
             answered: store.confirmed.map(|(_, at)| seconds(at)),
             revision: store.confirmed.map(|(revision, _)| revision.0),
             requests: store.requests(),
             failures: store.failures(),
-            error,
-            error_at: error_at.map(seconds),
-            skipped: store.skipped.iter().take(SKIPPED).cloned().collect(),
+            error: last_error.map(|error| error.text.clone()),
+            failure: last_error.map(|error| StoreFailure::from(&error.failure)),
+            error_at: last_error.map(|error| seconds(error.at)),
+            skipped: skipped.map(|entry| (entry.key.clone(), entry.reason.clone())).collect(),
+            more: More::new(),
         }
+    }
+}
+
+impl From<&subnet::StoreKind> for StoreKind {
+    fn from(kind: &subnet::StoreKind) -> Self {
+        match kind {
+            subnet::StoreKind::Directory { path } => Self::Directory { path: path.clone() },
+            subnet::StoreKind::Etcd { endpoints } => Self::Etcd { endpoints: endpoints.clone() },
+            subnet::StoreKind::Kubernetes { url } => Self::Kubernetes { url: url.clone() },
+            _ => Self::Other,
+        }
+    }
+}
+
+impl From<&subnet::StoreFailure> for StoreFailure {
+    fn from(failure: &subnet::StoreFailure) -> Self {
+        match failure {
+            subnet::StoreFailure::CertificateTime => Self::CertificateTime,
+            subnet::StoreFailure::ReadOnly => Self::ReadOnly,
+            subnet::StoreFailure::NoSpace => Self::NoSpace,
+            subnet::StoreFailure::Locked { by } => Self::Locked {
+                program: by.as_ref().map(|by| by.name.clone()),
+                pid: by.as_ref().map(|by| by.pid),
+            },
+            subnet::StoreFailure::QuotaExceeded => Self::QuotaExceeded,
+            subnet::StoreFailure::Unauthorized => Self::Unauthorized,
+            subnet::StoreFailure::Forbidden => Self::Forbidden,
+            subnet::StoreFailure::ServerCertificate => Self::ServerCertificate,
+            subnet::StoreFailure::Token { path } => Self::Token { path: path.clone() },
+            _ => Self::Other,
+        }
+    }
+}
+
+impl From<&Rejection> for RejectionCause {
+    fn from(why: &Rejection) -> Self {
+        match why {
+            Rejection::Outside { subnet, network } => {
+                Self::Outside { subnet: subnet.to_string(), network: network.to_string() }
+            }
+            Rejection::NoEnabledFamily => Self::NoEnabledFamily,
+            Rejection::OverlapsOwn(lease) => Self::OverlapsOwn { lease: lease.to_string() },
+            Rejection::Overlaps { earlier, holder } => {
+                Self::Overlaps { lease: earlier.to_string(), holder: holder.clone() }
+            }
+            Rejection::Contradicts { key, earlier, holder } => Self::Contradicts {
+                object: key.to_string(),
+                lease: earlier.to_string(),
+                holder: holder.clone(),
+            },
+            Rejection::NotItsOwn { key, owner, holder } => Self::NotItsOwn {
+                object: key.to_string(),
+                lease: owner.to_string(),
+                holder: holder.clone(),
+            },
+            Rejection::ContradictsOwn(key) => Self::ContradictsOwn { object: key.to_string() },
+            Rejection::OwnAddress(address) => Self::OwnAddress { address: address.to_string() },
+            Rejection::BadData(_) => Self::BadData,
+            _ => Self::Rejected,
+        }
+    }
+}
+
+impl From<&Rejection> for RejectionReport {
+    fn from(why: &Rejection) -> Self {
+        Self { cause: RejectionCause::from(why), text: why.to_string() }
     }
 }
 

@@ -31,8 +31,10 @@ mod finding;
 mod path;
 mod peer;
 mod problem;
+mod rejection;
 pub mod request;
 mod status;
+mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod why;
@@ -45,15 +47,20 @@ pub use client::{Client, Error};
 #[cfg(feature = "core")]
 pub use convert::{by_family, texts};
 pub use finding::Finding;
-pub use path::{PathReport, PathsReport, PathsSummary};
-pub use peer::{PeerReport, PeersReport, TunnelReport};
-pub use problem::Problem;
+pub use path::{PathReport, PathState, PathsReport, PathsSummary};
+pub use peer::{PeerReport, PeerState, PeersReport, TunnelReport};
+pub use problem::{LeaseLoss, Problem, ProblemCause, Severity};
+pub use rejection::{RejectionCause, RejectionReport};
 pub use status::{
-    Counted, DaemonReport, FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport,
-    LeaseReport, MoveReport, NetworkReport, RefusedConfig, RepairReport, RepairsReport,
-    StatusReport, StoreReport, SubnetsReport, TrafficReport,
+    Counted, DaemonReport, Deployment, FailureReport, GuardReport, InletReport, InterfaceReport,
+    LatencyReport, LeaseReport, MoveReport, NetworkReport, Ownership, ProcessReport, RefusedConfig,
+    RepairReport, RepairsReport, StatusReport, SubnetsReport, TrafficReport,
 };
-pub use why::{ObjectReport, WhyReport};
+pub use store::{StoreFailure, StoreKind, StoreReport};
+pub use why::{ObjectReport, ObjectState, WhyReport};
+
+/// Fields of an answer that this version of the crate does not know, because the daemon is newer.
+pub type More = serde_json::Map<String, serde_json::Value>;
 
 /// The version of the API. Each path begins with it: `/v1/`.
 pub const VERSION: u32 = 1;
@@ -75,6 +82,9 @@ pub struct ReloadReport {
     pub version: u32,
     /// The result, as a sentence without a full stop.
     pub found: String,
+    /// Fields that this version does not know.
+    #[serde(flatten)]
+    pub more: More,
 }
 
 /// The answer to `POST /v1/trial`.
@@ -86,6 +96,9 @@ pub struct TrialReport {
     pub tried: bool,
     /// The obstacle on this node, as a sentence without a full stop; `null`: there is none.
     pub obstacle: Option<String>,
+    /// Fields that this version does not know.
+    #[serde(flatten)]
+    pub more: More,
 }
 
 /// The answer to `POST /v1/log`.
@@ -95,6 +108,9 @@ pub struct LogReport {
     pub version: u32,
     /// The log filter that is in force now.
     pub filter: String,
+    /// Fields that this version does not know.
+    #[serde(flatten)]
+    pub more: More,
 }
 
 /// The body of an answer other than 200.

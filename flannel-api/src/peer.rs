@@ -1,6 +1,10 @@
 //! The other nodes.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
+
+use crate::{More, RejectionCause};
 
 /// The answer to `GET /v1/peers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -9,6 +13,9 @@ pub struct PeersReport {
     pub version: u32,
     /// All other nodes, by subnet.
     pub peers: Vec<PeerReport>,
+    /// Fields that this version does not know.
+    #[serde(flatten)]
+    pub more: More,
 }
 
 /// Another node.
@@ -22,15 +29,52 @@ pub struct PeerReport {
     pub public: Vec<String>,
     /// The backend type of its lease.
     pub backend: String,
-    /// `in place`, `pending`, `failing` or `rejected`.
-    pub state: String,
+    /// The state of its objects.
+    pub state: PeerState,
     /// Why it is not in place, or what is wrong with its lease although it is.
     pub reason: Option<String>,
+    /// The cause of the rejection, for programs; `null` if the lease is not rejected.
+    #[serde(default)]
+    pub rejection: Option<RejectionCause>,
     /// When its lease changed last; `null`: not while this network has run.
     pub changed: Option<f64>,
     /// The encrypted tunnels to it, one for each device. An older daemon does not send them.
     #[serde(default)]
     pub tunnels: Vec<TunnelReport>,
+    /// Fields that this version does not know.
+    #[serde(flatten)]
+    pub more: More,
+}
+
+/// The state of the objects of a peer. The order is the one of a report: trouble first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum PeerState {
+    /// Its lease is rejected.
+    Rejected,
+    /// The kernel refuses an object.
+    Failing,
+    /// Not all objects are in the kernel yet.
+    Pending,
+    /// All objects are in the kernel.
+    #[serde(rename = "in place")]
+    InPlace,
+    /// No daemon runs that knows it.
+    #[serde(rename = "not known", other)]
+    Unknown,
+}
+
+impl fmt::Display for PeerState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Rejected => "rejected",
+            Self::Failing => "failing",
+            Self::Pending => "pending",
+            Self::InPlace => "in place",
+            Self::Unknown => "not known",
+        })
+    }
 }
 
 /// The encrypted tunnel to a peer.

@@ -1,10 +1,11 @@
 //! The answer to `GET /v1/status`.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Finding, PathsSummary, PeerReport, Problem};
+use crate::{Finding, More, PathsSummary, PeerReport, Problem, StoreReport};
 
 /// The answer to `GET /v1/status`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -30,6 +31,9 @@ pub struct StatusReport {
     pub network: Option<NetworkReport>,
     /// `null` before the store was opened.
     pub store: Option<StoreReport>,
+    /// Fields that this version does not know.
+    #[serde(flatten)]
+    pub more: More,
 }
 
 /// The process.
@@ -41,6 +45,26 @@ pub struct DaemonReport {
     pub pid: u32,
     /// When it started.
     pub started: f64,
+    /// How it is deployed, which decides on the commands of hints and repairs.
+    #[serde(default)]
+    pub deployment: Deployment,
+    /// Fields that this version does not know.
+    #[serde(flatten)]
+    pub more: More,
+}
+
+/// How a daemon is deployed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Deployment {
+    /// A unit of systemd.
+    #[default]
+    Systemd,
+    /// A pod of Kubernetes, whose API is the store.
+    Kubernetes,
+    /// A part of another program.
+    Embedded,
 }
 
 /// The network that runs.
@@ -119,6 +143,9 @@ pub struct NetworkReport {
     /// not known now.
     #[serde(default)]
     pub guard: Option<GuardReport>,
+    /// Fields that this version does not know.
+    #[serde(flatten)]
+    pub more: More,
 }
 
 /// The packets that the guard of a tunnel refused since it was put in place.
@@ -199,11 +226,29 @@ pub struct LeaseReport {
     pub key: String,
     /// Its subnets.
     pub subnets: Vec<String>,
-    /// `held`; `reserved`: it has no end; `lapsed`: its time ran out and the store has not
-    /// confirmed a renewal; or `none`.
-    pub ownership: String,
-    /// The time until it ends unless it is renewed; `null` unless it is `held`.
-    pub remaining: Option<f64>,
+    /// Whether the node owns the subnets.
+    #[serde(flatten)]
+    pub ownership: Ownership,
+}
+
+/// Whether a node owns the subnets of its lease. In JSON the field `ownership` has the name of the
+/// variant, and `remaining` is beside it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "ownership", rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Ownership {
+    /// It owns them until the lease ends.
+    Held {
+        /// The time until then unless the lease is renewed, in seconds.
+        remaining: f64,
+    },
+    /// It owns them, and the lease has no end.
+    Reserved,
+    /// The time of the lease ran out, and the store has not confirmed a renewal.
+    Lapsed,
+    /// It has no lease, or lost it.
+    #[serde(other)]
+    None,
 }
 
 /// The external interface.
@@ -273,6 +318,29 @@ pub struct RepairReport {
     /// 4711)` if it may be another one; `null` if it is not known.
     #[serde(default)]
     pub process: Option<String>,
+    /// That process, for programs; `null` if it is not known.
+    #[serde(default)]
+    pub author: Option<ProcessReport>,
+}
+
+/// A process that changed an object. `Display` is `ip (process 4711)`, or `probably ip (process
+/// 4711)`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessReport {
+    /// The name of its program. The kernel shortens it to 15 bytes.
+    pub name: String,
+    /// Its id.
+    pub pid: u32,
+    /// Whether it surely made the change. Otherwise it may be another process.
+    pub certain: bool,
+}
+
+impl fmt::Display for ProcessReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, pid, certain } = self;
+        f.write_str(if *certain { "" } else { "probably " })?;
+        write!(f, "{name} (process {pid})")
+    }
 }
 
 /// Latencies of the changes because of leases.
@@ -284,25 +352,4 @@ pub struct LatencyReport {
     pub p50: Option<f64>,
     /// The 99th percentile.
     pub p99: Option<f64>,
-}
-
-/// The store of leases.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct StoreReport {
-    /// Its name.
-    pub name: String,
-    /// When it answered last; `null`: this daemon has got no answer yet.
-    pub answered: Option<f64>,
-    /// The revision of its last answer.
-    pub revision: Option<u64>,
-    /// The number of requests.
-    pub requests: u64,
-    /// The number of requests that failed.
-    pub failures: u64,
-    /// Why it does not answer; `null`: it does.
-    pub error: Option<String>,
-    /// When it failed last.
-    pub error_at: Option<f64>,
-    /// Entries in it that are no leases, with the reason.
-    pub skipped: Vec<(String, String)>,
 }

@@ -1,6 +1,6 @@
 //! Answers with a value in every field, for tests of programs that show them.
 
-use crate::{ObjectReport, StatusReport, WhyReport};
+use crate::{More, ObjectReport, ObjectState, StatusReport, WhyReport};
 
 /// The status of a node that has problems.
 pub fn status_report() -> StatusReport {
@@ -21,13 +21,10 @@ pub fn why_report() -> WhyReport {
         lease: None,
         node: None,
         rejection: None,
-        objects: vec![ObjectReport {
-            object: "route".into(),
-            state: "pending".into(),
-            error: None,
-        }],
+        objects: vec![ObjectReport { object: "route".into(), state: ObjectState::Pending }],
         kernel: "nowhere".into(),
         tunnel: None,
         stale: None,
+        more: More::new(),
     }
 }

@@ -1,8 +1,10 @@
 //! The answer to `GET /v1/why`: the route of packets to one address.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
-use crate::TunnelReport;
+use crate::{More, RejectionReport, TunnelReport};
 
 /// The answer to `GET /v1/why?address=…`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -24,7 +26,7 @@ pub struct WhyReport {
     /// The node that holds the lease.
     pub node: Option<String>,
     /// Why the lease is rejected.
-    pub rejection: Option<String>,
+    pub rejection: Option<RejectionReport>,
     /// The kernel objects that the lease defines; empty without a daemon.
     pub objects: Vec<ObjectReport>,
     /// The kernel's route for a packet to the address.
@@ -34,6 +36,9 @@ pub struct WhyReport {
     pub tunnel: Option<TunnelReport>,
     /// Why the leases may be out of date; only without a daemon, and if the store does not answer.
     pub stale: Option<String>,
+    /// Fields that this version does not know.
+    #[serde(flatten)]
+    pub more: More,
 }
 
 /// An object in the kernel and its state.
@@ -41,8 +46,39 @@ pub struct WhyReport {
 pub struct ObjectReport {
     /// The object, as text.
     pub object: String,
-    /// `in place`, `pending`, `failing` or `not wanted`.
-    pub state: String,
-    /// The kernel's error; only if it is failing.
-    pub error: Option<String>,
+    /// Its state.
+    #[serde(flatten)]
+    pub state: ObjectState,
+}
+
+/// The state of an object. In JSON the field `state` has it, and `error` is beside it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum ObjectState {
+    /// It is in the kernel.
+    #[serde(rename = "in place")]
+    InPlace,
+    /// The kernel refuses it.
+    Failing {
+        /// The kernel's error.
+        error: String,
+    },
+    /// It is not wanted, because the lease is rejected.
+    #[serde(rename = "not wanted")]
+    Unwanted,
+    /// It is not in the kernel yet.
+    #[serde(other)]
+    Pending,
+}
+
+impl fmt::Display for ObjectState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::InPlace => "in place",
+            Self::Failing { .. } => "failing",
+            Self::Unwanted => "not wanted",
+            Self::Pending => "pending",
+        })
+    }
 }

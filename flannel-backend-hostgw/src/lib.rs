@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 use flannel_core::address::Dual;
-use flannel_core::backend::{Blueprint, Datapath, Env, ExternalInterface, Node, Prepared};
+use flannel_core::backend::{Advice, Blueprint, Datapath, Env, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object, Route, Via};
@@ -99,7 +99,7 @@ fn plan(
                 "its public address {gateway} is not directly on the link {uplink}, which host-gw \
                  needs"
             );
-            env.advise(reason.clone());
+            env.advise(Advice::about(gateway, reason.as_str()));
             too_far = Some(reason);
         }
     }

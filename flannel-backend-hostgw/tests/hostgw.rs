@@ -75,7 +75,7 @@ async fn a_route_for_every_peer_on_the_link() {
     let farther =
         "its public address 203.0.113.10 is not directly on the link eth0, which host-gw needs";
     assert_eq!(
-        first.advisories.keys().cloned().collect::<Vec<_>>(),
+        first.advisories.keys().map(ToString::to_string).collect::<Vec<_>>(),
         [format!("the lease {far}: {reason}")],
         "the reason of a rejection is no advisory"
     );

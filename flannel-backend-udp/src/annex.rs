@@ -214,7 +214,7 @@ mod tests {
         });
         let problems = table.traffic().unwrap().problems;
         process.join().unwrap();
-        assert!(problems[0].0.starts_with("the counts of the data plane cannot be read: "));
+        assert!(problems[0].text.starts_with("the counts of the data plane cannot be read: "));
     }
 
     #[test]

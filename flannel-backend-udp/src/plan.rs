@@ -56,7 +56,7 @@ impl UdpPlan {
                     }
                 },
                 Err(rejected) => {
-                    env.advise(rejected.to_string());
+                    env.advise(&rejected);
                     last_rejection = Some(rejected);
                 }
             }

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::time::Instant;
 
+use flannel_core::Remedy;
 use flannel_core::kernel::{LongDrops, Refused, Traffic};
+use flannel_core::remedy::Trouble;
 use flannel_udp::{Options, Status};
 
 /// The reasons of the check of sources, which only counts packets with `"SourceCheck": "count"`.
@@ -55,15 +57,16 @@ pub(crate) fn traffic(status: &Status, drops: &mut LongDrops, now: Instant) -> O
 /// The traffic of a process that cannot be asked.
 pub(crate) fn unread(error: &io::Error) -> Traffic {
     let text = format!("the counts of the data plane cannot be read: {error}");
-    let command = "pgrep -a flannel-udp # does the process of the data plane run?";
-    Traffic { problems: vec![(text, command.to_owned())], ..Traffic::default() }
+    let remedy =
+        Remedy::run("pgrep -a flannel-udp").remark("does the process of the data plane run?");
+    Traffic { problems: vec![Trouble::new(text, remedy)], ..Traffic::default() }
 }
 
 /// What is wrong if packets are dropped for this reason. Returns `None` if pods or other hosts can
 /// cause it, so that nothing is wrong here.
-fn problem(reason: &str, options: &Options, status: &Status) -> Option<(String, String)> {
+fn problem(reason: &str, options: &Options, status: &Status) -> Option<Trouble> {
     let Options { device, port, .. } = options;
-    let (text, command) = match reason {
+    Some(match reason {
         "foreign_node" => {
             let text = match &status.foreign {
                 Some(packet) => format!(
@@ -72,41 +75,40 @@ fn problem(reason: &str, options: &Options, status: &Status) -> Option<(String, 
                 ),
                 None => "packets of nodes come from other addresses than theirs".to_owned(),
             };
-            (
+            let off = Remedy::PatchConfig("{\"Backend\": {\"SourceCheck\": false}}".to_owned());
+            Trouble::new(
                 format!(
                     "{text}, and are dropped: a host forges them, or it is the node behind a NAT, \
                      and does not answer at its public address"
                 ),
-                "flannelctl config patch '{\"Backend\": {\"SourceCheck\": false}}' # only if a NAT \
-                 does it"
-                    .to_owned(),
+                off.remark("only if a NAT does it"),
             )
         }
-        "foreign_source" => (
+        "foreign_source" => Trouble::new(
             format!(
                 "packets whose source address no known node has arrive at UDP port {port}, and are \
                  dropped: the lease of their node is not accepted here, or a host forges packets"
             ),
-            "flannelctl peers # is the lease of a node rejected?".to_owned(),
+            Remedy::ListPeers.remark("is the lease of a node rejected?"),
         ),
-        "send_failed" => (
+        "send_failed" => Trouble::new(
             format!(
                 "the kernel refuses packets to other nodes: a firewall drops those to UDP port \
                  {port}, there is no route to a node, or the external interface is too slow"
             ),
-            format!("nft list ruleset; iptables-save # does a rule drop UDP port {port}?"),
+            Remedy::run("nft list ruleset; iptables-save")
+                .remark(format!("does a rule drop UDP port {port}?")),
         ),
-        "write_failed" => (
+        "write_failed" => Trouble::new(
             format!("the kernel refuses packets of other nodes at {device}"),
-            format!("ip -s link show {device}"),
+            Remedy::run(format!("ip -s link show {device}")),
         ),
-        "read_failed" => (
+        "read_failed" => Trouble::new(
             format!("the kernel fails reads of {device} or of UDP port {port}"),
-            format!("dmesg | tail; ip -s link show {device}"),
+            Remedy::run(format!("dmesg | tail; ip -s link show {device}")),
         ),
         _ => return None,
-    };
-    Some((text, command))
+    })
 }
 
 #[cfg(test)]
@@ -182,11 +184,12 @@ mod tests {
         }
         // A process that begins anew has fewer.
         let problems = look(1000, 5);
-        let [(text, command)] = &problems[..] else { panic!("{problems:?}") };
+        let [Trouble { text, remedy }] = &problems[..] else { panic!("{problems:?}") };
         assert!(text.starts_with(
             "packets of 10.1.8.3 come from 192.0.2.99 and not from their node, 192.0.2.8, and are"
         ));
-        assert!(command.contains(r#"{"Backend": {"SourceCheck": false}}"#), "{command}");
+        let off = Remedy::PatchConfig(r#"{"Backend": {"SourceCheck": false}}"#.to_owned());
+        assert_eq!(*remedy, off.remark("only if a NAT does it"));
         assert_eq!(look(1300, 5).len(), 1);
         assert_eq!(look(1311, 5), []);
     }
@@ -200,7 +203,7 @@ mod tests {
             ("send_failed", "UDP port 8285"),
             ("write_failed", "flannel0"),
         ] {
-            let (text, _) = problem(reason, options, &status).unwrap();
+            let text = problem(reason, options, &status).unwrap().text;
             assert!(text.contains(expected), "{text}");
         }
         for usual in ["no_peer", "expired", "bad_packet", "tiny_segments", "bad_datagram"] {

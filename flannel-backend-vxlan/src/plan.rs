@@ -63,8 +63,8 @@ impl VxlanPlan {
             out.push(Route { dst, via, mtu: None }.into());
         }
         if out.len() > before {
-            for rejected in rejections {
-                env.advise(rejected.to_string());
+            for rejected in &rejections {
+                env.advise(rejected);
             }
             return Ok(());
         }
@@ -95,7 +95,7 @@ pub(crate) fn backend_data(vni: u32, mac: MacAddr) -> String {
 mod tests {
     use std::net::IpAddr;
 
-    use flannel_core::backend::Reach;
+    use flannel_core::backend::{Advice, Reach};
 
     use super::*;
 
@@ -131,7 +131,7 @@ mod tests {
         let expected = Planned { objects: 0, result: Err(own_v6.clone()), advisories: vec![] };
         assert_eq!(planned, expected);
         let planned = plan_of(peer, ["192.0.2.7", "2001:db8::9"]);
-        let advisories = vec![own_v6.to_string()];
+        let advisories = vec![Advice::from(&own_v6)];
         assert_eq!(planned, Planned { objects: 3, result: Ok(()), advisories });
         // For its own lease a node reserves these objects.
         let planned = plan_of(own(), ["192.0.2.9", "2001:db8::9"]);
@@ -144,7 +144,7 @@ mod tests {
         /// The number of objects.
         objects: usize,
         result: Result<(), Rejection>,
-        advisories: Vec<String>,
+        advisories: Vec<Advice>,
     }
 
     #[test]

@@ -63,8 +63,8 @@ impl TunnelPlan {
             }
         }
         if out.len() > before {
-            for rejected in rejections {
-                env.advise(rejected.to_string());
+            for rejected in &rejections {
+                env.advise(rejected);
             }
             return Ok(());
         }
@@ -147,6 +147,8 @@ pub(crate) fn backend_data(key: PublicKey, port: u16) -> Box<str> {
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::backend::Advice;
+
     use super::*;
 
     fn address(text: &str) -> IpAddr {
@@ -174,12 +176,12 @@ mod tests {
         advised(plan, subnets, offer).0
     }
 
-    /// The objects, and the advisories.
+    /// The objects, and the advice.
     fn advised(
         plan: &TunnelPlan,
         subnets: &str,
         offer: &Offer,
-    ) -> (Result<Vec<String>, String>, Vec<String>) {
+    ) -> (Result<Vec<String>, String>, Vec<Advice>) {
         let env = Env::new(&|_| None);
         let mut objects = Vec::new();
         let planned = plan.objects(&subnets.parse().unwrap(), offer, &env, &mut objects);
@@ -220,7 +222,10 @@ mod tests {
         bad.data.v6 = Some("{}".into());
         let (planned, advisories) = advised(&plan, PEER, &bad);
         assert_eq!(planned, Ok(vec![v4]), "the other family is still used");
-        assert!(matches!(&advisories[..], [one] if one.contains("PublicKey")), "{advisories:?}");
+        assert!(
+            matches!(&advisories[..], [one] if one.text.contains("PublicKey")),
+            "{advisories:?}"
+        );
         bad.data.v4 = bad.data.v6.clone();
         let (planned, advisories) = advised(&plan, PEER, &bad);
         assert!(planned.is_err() && advisories.is_empty(), "a rejected lease has one reason");

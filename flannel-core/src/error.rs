@@ -4,6 +4,7 @@ use crate::address::{Family, ParseError};
 use crate::json::FieldError;
 use crate::kernel::KernelError;
 use crate::lease::{LeaseAttrs, Offer, Subnets};
+use crate::subnet::{StoreFailure, StoreReason};
 
 /// An error of a store, a backend or a network.
 #[derive(Debug, thiserror::Error)]
@@ -65,14 +66,15 @@ pub enum Error {
         /// The store.
         store: String,
         /// The reason, and the expected value.
-        reason: String,
+        reason: StoreReason,
     },
     /// The store did not answer, or gave an unexpected answer: try again later.
     #[error("{store}: {source}")]
     Store {
         /// The store, and the object in it.
         store: String,
-        /// The cause.
+        /// The cause. [`Error::store_failure`] finds a [`StoreReason`] in it, and errors of a file
+        /// system.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The kernel failed.
@@ -91,6 +93,18 @@ pub enum Error {
         /// The reason, and the expected value.
         reason: String,
     },
+}
+
+impl Error {
+    /// The cause of a failed request to a store, as far as an operator can remove it.
+    /// [`StoreFailure::Other`] for every other error.
+    pub fn store_failure(&self) -> StoreFailure {
+        match self {
+            Self::Refused { reason, .. } => reason.failure.clone(),
+            Self::Store { source, .. } => StoreFailure::of(&**source),
+            _ => StoreFailure::Other,
+        }
+    }
 }
 
 /// A result with this crate's [`Error`].

@@ -14,7 +14,7 @@ use std::net::IpAddr;
 use async_trait::async_trait;
 
 pub use self::annex::{Annex, LongDrops, Refused, Traffic};
-pub use self::changed_by::{ChangedBy, ProcessNames};
+pub use self::changed_by::{ChangedBy, Process, ProcessNames};
 pub use self::error::KernelError;
 pub use self::go_routes::{GoRouteKernel, GoRoutes};
 pub use self::nexthops::{NexthopBlock, NexthopIds};

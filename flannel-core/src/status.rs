@@ -1,5 +1,6 @@
 //! The state of a network's kernel objects.
 
+mod advisory;
 mod histogram;
 mod listing;
 mod rejection;
@@ -9,6 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+pub use self::advisory::Advisory;
 pub use self::histogram::Histogram;
 pub use self::listing::Listing;
 pub use self::rejection::Rejection;
@@ -45,8 +47,8 @@ pub struct Status {
     pub failing: Listing<Key, Failure>,
     /// Why the kernel cannot be read or watched; `None` if it can.
     pub kernel_error: Option<KernelError>,
-    /// Conditions that are no errors, such as two peers with one public address, as sentences.
-    pub advisories: Listing<String>,
+    /// Conditions that are not errors, such as two peers with one public address.
+    pub advisories: Listing<Advisory>,
     /// Changes applied so far because of leases.
     pub applied: u64,
     /// Changes that the kernel refused so far, also repeated ones.
@@ -71,8 +73,8 @@ impl Status {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Failure {
-    /// The change, as text.
-    pub change: String,
+    /// The change.
+    pub change: Change,
     /// The peer whose object it is; `None` for this node's objects, and for undesired ones.
     pub peer: Option<Subnets>,
     /// The last error.
@@ -86,7 +88,7 @@ pub struct Failure {
 impl Failure {
     /// A first failure of `change`, now.
     pub fn new(change: &Change, peer: Option<Subnets>, error: KernelError) -> Self {
-        Self { change: change.to_string(), peer, error, since: SystemTime::now(), tries: 1 }
+        Self { change: change.clone(), peer, error, since: SystemTime::now(), tries: 1 }
     }
 }
 

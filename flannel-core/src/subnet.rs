@@ -1,5 +1,7 @@
 //! The trait of a subnet manager.
 
+mod store;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
@@ -8,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use tokio::sync::watch;
 
+pub use self::store::{LastError, LockHolder, SkippedEntry, StoreFailure, StoreKind, StoreReason};
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::Result;
@@ -229,14 +232,16 @@ pub struct Calls {
 pub struct StoreStatus {
     /// The store's name, such as `dir:/var/lib/flannel`.
     pub store: String,
+    /// The kind of the store.
+    pub kind: StoreKind,
     /// The last revision that the store confirmed, and the time; `None` before its first answer.
     pub confirmed: Option<(Revision, SystemTime)>,
     /// Requests by kind, such as `list`, `watch` or `renew`.
     pub calls: BTreeMap<&'static str, Calls>,
-    /// Entries that were skipped because they are no leases: key and reason.
-    pub skipped: Vec<(String, String)>,
-    /// The last failure, and the time; `None` if no request failed since the last success.
-    pub last_error: Option<(String, SystemTime)>,
+    /// Entries that were skipped because they are not leases.
+    pub skipped: Vec<SkippedEntry>,
+    /// The last failure, or `None` if no request failed since the last success.
+    pub last_error: Option<LastError>,
     /// Why the network config in the store is not used (wrong, or deleted). `None`: it is used.
     pub wrong_config: Option<String>,
 }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use flannel_api::{Client, Finding};
+use flannel_api::{Client, PeerState};
+use flannel_core::Remedy;
 use flannel_core::address::Family;
 use flannel_core::kernel::RouteAnswer;
 use flannel_netlink::NetlinkKernel;
@@ -12,18 +13,18 @@ use serde::Serialize;
 
 use crate::checks::device;
 use crate::checks::host::HostReport;
-use crate::commands::localize_findings;
 use crate::diagnosis::clocks::clocks;
 use crate::diagnosis::mtu::{Fault, settle};
-use crate::diagnosis::peer::{Answers, diagnose};
+use crate::diagnosis::peer::{PeerEvidence, diagnose};
 use crate::diagnosis::summary::bounded;
 use crate::diagnosis::underlay::underlay;
 use crate::diagnosis::why::lookup;
+use crate::finding::{Check, Finding};
 use crate::inputs::devices::{self, Devices};
-use crate::inputs::echo::Answer;
+use crate::inputs::echo::{EchoResult, Probe};
 use crate::inputs::network::{Network, Target};
 use crate::inputs::peers::{AddressReport, EchoReport, Question, SegmentsReport};
-use crate::inputs::query::{PeerAnswers, query_peers};
+use crate::inputs::query::{PeerResults, QueryResults, query_peers};
 use crate::path_probe::client::PathProbe;
 
 /// The result of one layer.
@@ -31,10 +32,23 @@ use crate::path_probe::client::PathProbe;
 pub struct Layer {
     /// Its name.
     pub layer: &'static str,
-    /// `ok`, `finding` or `not known`.
-    pub state: &'static str,
+    /// What was found.
+    pub state: LayerState,
     /// The values that were read.
     pub text: String,
+}
+
+/// What was found in a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LayerState {
+    /// No fault.
+    Ok,
+    /// Faults.
+    Finding,
+    /// Its values could not be read.
+    #[serde(rename = "not known")]
+    Unknown,
 }
 
 /// The answers of a peer.
@@ -45,7 +59,7 @@ pub struct PeerReport {
     /// The subnets of its lease.
     pub subnets: Vec<String>,
     /// Its state, as the daemon reports it.
-    pub state: String,
+    pub state: PeerState,
     /// One for each family.
     pub echoes: Vec<FamilyReport>,
 }
@@ -80,7 +94,7 @@ pub struct Examination {
 impl Examination {
     /// Adds a layer, with its faults.
     pub fn layer(&mut self, layer: &'static str, text: impl Into<String>, faults: Vec<Fault>) {
-        let state = if faults.is_empty() { "ok" } else { "finding" };
+        let state = if faults.is_empty() { LayerState::Ok } else { LayerState::Finding };
         self.layers.push(Layer { layer, state, text: text.into() });
         self.faults.extend(faults);
     }
@@ -101,7 +115,7 @@ impl Examination {
 
     /// Adds a layer that cannot be read.
     pub fn unknown(&mut self, layer: &'static str, text: impl Into<String>) {
-        self.layers.push(Layer { layer, state: "not known", text: text.into() });
+        self.layers.push(Layer { layer, state: LayerState::Unknown, text: text.into() });
     }
 }
 
@@ -126,8 +140,7 @@ pub async fn examine(
     look_at_peers(client, network, &devices, options, examination).await;
     let faults = std::mem::take(&mut examination.faults);
     let mut found = settle(faults, &devices, &network.families());
-    localize_findings(&mut found, network.store.as_deref());
-    found.sort_by_key(|finding| !finding.is_error());
+    found.sort_by_key(|finding| finding.severity);
     found
 }
 
@@ -181,66 +194,83 @@ async fn look_at_peers(
     examination: &mut Examination,
 ) {
     let mut targets: Vec<&Target> =
-        network.targets.iter().filter(|target| target.state != "rejected").collect();
+        network.targets.iter().filter(|target| target.state != PeerState::Rejected).collect();
     // The sort is stable: within each group the order by subnet stays.
-    targets.sort_by_key(|target| target.state == "in place");
+    targets.sort_by_key(|target| target.state == PeerState::InPlace);
     let all = targets.len();
     targets.truncate(options.peers);
     if targets.is_empty() && !network.known {
         return examination.unknown("peers", "neither the daemon nor the store lists them");
     }
     if targets.is_empty() {
-        return examination.layer(
-            "peers",
-            if all == 0 { "there are none" } else { "none was asked" },
-            Vec::new(),
-        );
+        let text = if all == 0 { "there are none" } else { "none was asked" };
+        return examination.layer("peers", text, Vec::new());
     }
     let mut shadowed = BTreeMap::new();
-    for target in &targets {
+    let mut questions: Vec<(&Target, Vec<Question>)> = Vec::new();
+    for target in targets {
         if let Some(finding) = route_fault(client, devices, target).await {
             shadowed.insert(target.key.clone(), finding);
         }
-    }
-    let mut questions: Vec<(&Target, Vec<Question>)> = Vec::new();
-    for target in targets {
         questions.push((target, questions_to(target, devices).await));
     }
     let bare = network.datapath.bare;
-    let (answers, unknown) = match query_peers(&questions, devices, bare, options.doctor_port).await
-    {
-        Ok(answers) => answers,
+    let results = match query_peers(&questions, devices, bare, options.doctor_port).await {
+        Ok(results) => results,
         Err(why) => {
             examination.faults.extend(bounded(shadowed.into_values().map(Fault::from).collect()));
             return examination.unknown("peers", why);
         }
     };
-    let own_network = underlay(&answers, questions.len(), devices);
+    let asked = questions.len();
+    let found = peers_faults(&questions, results.peers, shadowed, devices, examination);
+    let text = if all == asked {
+        format!("{all} asked")
+    } else {
+        format!("{asked} of {all} asked; --peers {all} asks all")
+    };
+    examination.layer("peers", text, bounded(found));
+    for why in results.unread {
+        examination.unknown("peers", why);
+    }
+}
+
+/// The faults of all peers that were asked. Adds their reports to the examination. `shadowed` has
+/// the peers whose packets take a wrong route.
+fn peers_faults(
+    questions: &[(&Target, Vec<Question>)],
+    results: Vec<PeerResults>,
+    mut shadowed: BTreeMap<String, Finding>,
+    devices: &Devices,
+    examination: &mut Examination,
+) -> Vec<Fault> {
+    let own_network = underlay(&results, questions.len(), devices);
     let mut found = Vec::new();
-    let mut answers = answers.into_iter();
-    for (target, questions) in &questions {
-        let (report, faults) = peer_report(target, questions, &mut answers, devices);
+    let mut results = results.into_iter();
+    for (target, questions) in questions {
+        let (report, faults) = peer_report(target, questions, &mut results, devices);
         examination.peers.push(report);
         // A wrong route explains missing answers.
         found.extend(shadowed.remove(&target.key).map_or(faults, |finding| vec![finding.into()]));
     }
     if let Some(finding) = own_network {
         // Silence of all peers says nothing about one of them.
-        found.retain(|fault| fault.finding.check != "peer");
+        found.retain(|fault| fault.finding.check != Check::Peer);
         found.insert(0, finding.into());
     }
-    let ahead =
-        |peer: &PeerReport| peer.echoes.iter().find_map(|e| e.segments.as_ref()?.segments.clock);
-    let ahead = examination.peers.iter().filter_map(|peer| Some((peer.key.as_str(), ahead(peer)?)));
-    found.extend(clocks(&ahead.collect::<Vec<_>>()).map(Fault::from));
-    let text = if all == questions.len() {
-        format!("{all} asked")
-    } else {
-        format!("{} of {all} asked; --peers {all} asks all", questions.len())
-    };
-    examination.layer("peers", text, bounded(found));
-    for why in unknown {
-        examination.unknown("peers", why);
+    let ahead: Vec<(&str, i64)> = examination
+        .peers
+        .iter()
+        .filter_map(|peer| Some((peer.key.as_str(), peer.clock_ahead()?)))
+        .collect();
+    found.extend(clocks(&ahead).map(Fault::from));
+    found
+}
+
+impl PeerReport {
+    /// The seconds by which the clock of the peer is ahead of this host's, if it is known.
+    fn clock_ahead(&self) -> Option<i64> {
+        self.echoes.iter().find_map(|echo| echo.segments.as_ref()?.segments.clock)
     }
 }
 
@@ -265,11 +295,11 @@ pub struct PathExamination {
     pub path: PathProbe,
     /// The largest packet that passes, in bytes; `None` if the path was not searched.
     pub passes: Option<u16>,
-    /// The first fault, with its repair; `None`: none was found.
+    /// The first fault with its remedy, or `None` if no fault was found.
     pub finding: Option<Finding>,
 }
 
-/// Examines the path to one peer in one family. `None`: it could not be examined.
+/// Examines the path to one peer in one family. `None` if it cannot be examined.
 pub async fn examine_path(
     network: &Network,
     target: &Target,
@@ -282,20 +312,20 @@ pub async fn examine_path(
     let mut questions = questions_to(target, &devices).await;
     questions.retain(|question| question.family == family);
     let asked = [(target, questions)];
-    let (answers, _) =
+    let QueryResults { peers: answers, .. } =
         query_peers(&asked, &devices, network.datapath.bare, doctor_port).await.ok()?;
-    let PeerAnswers { passes, path, echoes, .. } = answers.first()?;
+    let PeerResults { passes, path, echoes, .. } = answers.first()?;
     // The first two echoes take the path of packets of pods. A router may report what it takes.
     let reported = match echoes.get(1) {
-        Some((_, Answer::TooBig(Some(most)))) => u16::try_from(*most).ok(),
+        Some((_, EchoResult::TooBig(Some(most)))) => u16::try_from(*most).ok(),
         _ => None,
     };
-    let (passes, path) = (passes.or(reported), path.clone());
+    let passes = passes.or(reported);
+    let path = path.clone();
     let own_network = underlay(&answers, 1, &devices);
     let (_, faults) = peer_report(target, &asked[0].1, &mut answers.into_iter(), &devices);
     let faults = own_network.map_or(faults, |finding| vec![finding.into()]);
-    let mut found = settle(faults, &devices, &network.families());
-    localize_findings(&mut found, network.store.as_deref());
+    let found = settle(faults, &devices, &network.families());
     Some(PathExamination { path, passes, finding: found.into_iter().next() })
 }
 
@@ -316,35 +346,60 @@ fn is_direct(devices: &Devices, target: &Target, address: IpAddr, answer: &Route
 pub fn peer_report(
     target: &Target,
     questions: &[Question],
-    answers: &mut impl Iterator<Item = PeerAnswers>,
+    answers: &mut impl Iterator<Item = PeerResults>,
     devices: &Devices,
 ) -> (PeerReport, Vec<Fault>) {
-    let (mut echoes, mut faults) = (Vec::new(), Vec::new());
-    for (question, answered) in questions.iter().zip(answers) {
-        let PeerAnswers { echoes: answered, path, passes, handshake } = answered;
+    let mut echoes = Vec::new();
+    let mut faults = Vec::new();
+    for (question, results) in questions.iter().zip(answers) {
+        let PeerResults { echoes: answered, path, passes, handshake } = results;
         let mut answered = answered.into_iter();
-        let mut take = |address: Option<(IpAddr, u16)>| {
-            address?;
-            let (small, full) = (answered.next()?, answered.next()?);
-            let report = AddressReport {
-                address: small.0.to.to_string(),
-                small: EchoReport::new(small.0, &small.1),
-                full: EchoReport::new(full.0, &full.1),
-            };
-            Some((report, [small.1, full.1]))
+        let tunnel = question.tunnel.and_then(|_| AddressEchoes::take(&mut answered));
+        let public = question.public.and_then(|_| AddressEchoes::take(&mut answered));
+        echoes.push(FamilyReport {
+            family: question.family.to_string(),
+            tunnel: tunnel.as_ref().map(AddressEchoes::report),
+            public: public.as_ref().map(AddressEchoes::report),
+            segments: path.segments.as_ref().map(SegmentsReport::new),
+            acknowledged: path.acknowledged,
+        });
+        let evidence = PeerEvidence {
+            tunnel: tunnel.map(AddressEchoes::results),
+            public: public.map(AddressEchoes::results),
+            path,
+            passes,
+            handshake,
         };
-        let (tunnel, public) = (take(question.tunnel).unzip(), take(question.public).unzip());
-        let segments = path.segments.as_ref().map(SegmentsReport::new);
-        let acknowledged = path.acknowledged;
-        let (tunnel_report, public_report) = (tunnel.0, public.0);
-        let answers = Answers { tunnel: tunnel.1, public: public.1, path, passes, handshake };
-        faults.extend(diagnose(&target.key, question, &answers, devices));
-        let family = question.family.to_string();
-        let (tunnel, public) = (tunnel_report, public_report);
-        echoes.push(FamilyReport { family, tunnel, public, segments, acknowledged });
+        faults.extend(diagnose(&target.key, question, &evidence, devices));
     }
     let subnets = target.subnets.iter().map(ToString::to_string).collect();
-    (PeerReport { key: target.key.clone(), subnets, state: target.state.clone(), echoes }, faults)
+    (PeerReport { key: target.key.clone(), subnets, state: target.state, echoes }, faults)
+}
+
+/// The echoes of small and of full size to one address.
+struct AddressEchoes {
+    small: (Probe, EchoResult),
+    full: (Probe, EchoResult),
+}
+
+impl AddressEchoes {
+    fn take(answered: &mut impl Iterator<Item = (Probe, EchoResult)>) -> Option<Self> {
+        Some(Self { small: answered.next()?, full: answered.next()? })
+    }
+
+    fn report(&self) -> AddressReport {
+        let report = |(probe, result): &(Probe, EchoResult)| EchoReport::new(*probe, result);
+        AddressReport {
+            address: self.small.0.to.to_string(),
+            small: report(&self.small),
+            full: report(&self.full),
+        }
+    }
+
+    /// The results, without the probes.
+    fn results(self) -> [EchoResult; 2] {
+        [self.small.1, self.full.1]
+    }
 }
 
 /// A finding if packets to two addresses of a subnet of the peer do not take flannel's route.
@@ -357,24 +412,23 @@ async fn route_fault(
         let size = 1_u128 << (subnet.family().bits() - subnet.len()).min(64);
         for address in [subnet.nth(1), subnet.nth(size.saturating_sub(2))].into_iter().flatten() {
             if let Some(client) = client {
-                let look = format!("flannelctl why {address}");
-                // An invalid answer is no finding.
+                // An invalid answer is not a finding.
                 if let Some(why) = client.why(address).ok().filter(|why| !why.ok) {
                     let text = format!("{address} of {}: {}", target.key, why.verdict);
-                    return Some(
-                        Finding::error("route", text).with_command(why.hint.unwrap_or(look)),
-                    );
+                    let remedy = why.hint.map_or(Remedy::Explain(address), Remedy::Run);
+                    return Some(Finding::error(Check::Route, text).with_remedy(remedy));
                 }
             } else if let Some(text) = wrong_way(devices, target, address).await {
-                let repair = format!("systemctl start flanneld; flannelctl why {address}");
-                return Some(Finding::error("route", text).with_command(repair));
+                let remedy = Remedy::All(vec![Remedy::StartDaemon, Remedy::Explain(address)]);
+                return Some(Finding::error(Check::Route, text).with_remedy(remedy));
             }
         }
     }
     None
 }
 
-/// The same without a daemon: compares only the device of the route.
+/// What is wrong with the route to an address of the peer. Without a daemon only the device of the
+/// route is compared.
 async fn wrong_way(devices: &Devices, target: &Target, address: IpAddr) -> Option<String> {
     let answer = route_to(address).await?;
     let wanted = match devices.datapath.devices[Family::of(address)] {

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+use flannel_api::PeerState;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::address::Dual;
 use flannel_core::backend::Datapath;
@@ -32,7 +33,7 @@ pub(crate) fn target(backend: &str) -> Target {
         subnets: vec!["10.1.7.0/24".parse().unwrap()],
         public: Dual { v4: Some("192.0.2.7".parse().unwrap()), v6: None },
         backend: backend.into(),
-        state: "in place".into(),
+        state: PeerState::InPlace,
         mtus: Dual::default(),
     }
 }

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::process::ExitStatus;
 
-use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
+use flannel_core::{Remedy, Subnet};
 use libc::{EINVAL, ENOENT, EOPNOTSUPP, EPROTONOSUPPORT};
 
 /// An error of the firewall.
@@ -26,12 +26,14 @@ pub enum Error {
         subnet: Subnet,
     },
     /// The process lacks a privilege.
-    #[error("{object}: not permitted ({detail}); grant CAP_NET_ADMIN{}", legacy_hint(.object))]
+    #[error("{object}: not permitted ({detail}); grant CAP_NET_ADMIN{}", legacy_hint(*.by_program))]
     NotPermitted {
         /// The object that was read or changed.
         object: String,
         /// The error of the kernel or the program.
         detail: String,
+        /// Whether a program of iptables reported it, which may be iptables-legacy.
+        by_program: bool,
     },
     /// A program of iptables is not installed.
     #[error(
@@ -118,8 +120,8 @@ pub enum Error {
     },
 }
 
-fn legacy_hint(object: &str) -> &'static str {
-    if object.contains("iptables") || object.contains("ip6tables") {
+fn legacy_hint(by_program: bool) -> &'static str {
+    if by_program {
         " (iptables-legacy needs CAP_NET_RAW too, and to write /run/xtables.lock)"
     } else {
         ""
@@ -133,23 +135,24 @@ impl Error {
         matches!(self, Self::Unseen { .. })
     }
 
-    /// The command that removes the cause, or shows it.
-    pub fn cure(&self) -> &'static str {
+    /// What removes the cause, or shows it.
+    pub fn remedy(&self) -> Remedy {
         match self {
-            Self::NoProgram { .. } => {
-                "flannelctl config patch '{\"EnableNFTables\": true}' # or install iptables"
+            Self::NoProgram { .. } => Remedy::PatchConfig("{\"EnableNFTables\": true}".to_owned())
+                .remark("or install iptables"),
+            Self::NotPermitted { .. } => Remedy::ShowCapabilities.remark(
+                "it needs CAP_NET_ADMIN in this network namespace, for iptables-legacy also \
+                 CAP_NET_RAW",
+            ),
+            Self::NoNftables { .. } => Remedy::run("modprobe -a nf_tables nft_chain_nat nft_masq"),
+            Self::Leftovers { .. } => {
+                Remedy::run("nft list ruleset").remark("install iptables, or restart the host")
             }
-            Self::NotPermitted { .. } => {
-                "systemctl show -p CapabilityBoundingSet flanneld # it needs CAP_NET_ADMIN in this \
-                 network namespace, for iptables-legacy also CAP_NET_RAW"
-            }
-            Self::NoNftables { .. } => "modprobe -a nf_tables nft_chain_nat nft_masq",
-            Self::Leftovers { .. } => "nft list ruleset # install iptables, or restart the host",
-            Self::Again(error) => error.cure(),
-            Self::Kernel { .. } => "nft list ruleset",
-            Self::Subnet { .. } => "flannelctl config check",
+            Self::Again(error) => error.remedy(),
+            Self::Kernel { .. } => Remedy::run("nft list ruleset"),
+            Self::Subnet { .. } => Remedy::CheckConfig,
             Self::Run { .. } | Self::Late { .. } | Self::Program { .. } | Self::Unseen { .. } => {
-                "iptables-save # it must succeed"
+                Remedy::run("iptables-save").remark("it must succeed")
             }
         }
     }
@@ -158,7 +161,7 @@ impl Error {
     pub(crate) fn kernel(object: impl Into<String>, source: KernelError) -> Self {
         let object = object.into();
         if source.is_denied() {
-            Self::NotPermitted { object, detail: source.to_string() }
+            Self::NotPermitted { object, detail: source.to_string(), by_program: false }
         } else if lacks_nftables(&source) {
             Self::NoNftables { object, source }
         } else {
@@ -174,7 +177,8 @@ impl Error {
         let refused =
             says.contains("Permission denied") || says.contains("Operation not permitted");
         if refused || (no_table && lacks_privilege()) {
-            return Self::NotPermitted { object: program.display().to_string(), detail: says };
+            let object = program.display().to_string();
+            return Self::NotPermitted { object, detail: says, by_program: true };
         }
         if no_table {
             says.push_str(

@@ -20,8 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{
-    Changes, Footprint, GoRouteKernel, GoRoutes, KernelError, NexthopIds, Outcome, ProcessNames,
-    RouteAnswer,
+    Changes, Footprint, GoRouteKernel, GoRoutes, KernelError, NexthopIds, Outcome, Process,
+    ProcessNames, RouteAnswer,
 };
 use flannel_core::object::{Change, Link, Route, State};
 use flannel_core::runtime::lock;
@@ -204,7 +204,7 @@ impl GoRouteKernel for NetlinkKernel {
 
 /// Names the processes that have sockets in the network namespace of this kernel handle.
 impl ProcessNames for NetlinkKernel {
-    fn name(&self, port: u32) -> Option<String> {
+    fn name(&self, port: u32) -> Option<Process> {
         lock(&self.processes).name(port)
     }
 }

@@ -581,7 +581,8 @@ mod tests {
             assert!(!status.in_sync && status.settled, "{status:#?}");
             assert_eq!(status.failing.len(), refused.len() + usize::from(peers));
             for (key, failure) in status.failing.iter() {
-                let object = failure.change.strip_prefix("put ").unwrap();
+                let change = failure.change.to_string();
+                let object = change.strip_prefix("put ").unwrap();
                 let text = format!("the network's footprint does not own {object}");
                 assert_eq!(failure.error.to_string(), text, "{key:?}");
                 let is_expected = refused.iter().any(|refused| object.starts_with(refused));
@@ -921,7 +922,7 @@ mod tests {
         world.settle();
         let status = world.engine.status();
         assert!(status.live && status.in_sync && status.kernel_error.is_none(), "{status:#?}");
-        let advisories: Vec<_> = status.advisories.keys().collect();
+        let advisories: Vec<_> = status.advisories.keys().map(ToString::to_string).collect();
         assert_eq!(advisories, ["2 nodes share the public address 198.51.100.2"]);
         world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
         world.invalidate(&Invalidation::Everything);

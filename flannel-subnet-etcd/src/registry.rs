@@ -16,6 +16,7 @@ use async_trait::async_trait;
 use etcd_client::{Compare, CompareOp, GetOptions, TxnOp, WatchOptions};
 use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::{StoreKind, StoreReason};
 use flannel_core::{Error, Result, Subnets};
 use flannel_subnet::{
     ConfigText, Entry, HolderId, LeaseGrant, LeaseList, Registry, Watch, config_conflict,
@@ -211,7 +212,11 @@ impl Registry for EtcdRegistry {
         self.0.remaining(&self.0.keys.lease(subnets), holder).await
     }
 
-    fn trouble(&self) -> Option<String> {
+    fn kind(&self) -> StoreKind {
+        StoreKind::Etcd { endpoints: self.0.attempts.options().endpoints.clone() }
+    }
+
+    fn trouble(&self) -> Option<StoreReason> {
         self.0.attempts.trouble()
     }
 

@@ -15,7 +15,7 @@ use bytes::Bytes;
 use flannel_core::Error;
 use flannel_core::lease::Revision;
 use flannel_core::runtime::lock;
-use flannel_core::subnet::StoreStatus;
+use flannel_core::subnet::{LastError, StoreFailure, StoreKind, StoreReason, StoreStatus};
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming as Body;
@@ -48,7 +48,7 @@ pub(crate) enum Failure {
     /// ask for.
     Busy { after: Option<Duration>, reason: String },
     /// Only an operator or other credentials can help.
-    Refused(String),
+    Refused(StoreReason),
     /// This account lacks a permission. Only an operator can help.
     Forbidden(String),
     /// The server or a proxy answers with another error. A later attempt may succeed.
@@ -59,7 +59,7 @@ pub(crate) enum Failure {
     /// No data arrived for this time.
     Silent(Duration),
     /// Anything else. A later attempt may succeed.
-    Failed(String),
+    Failed(StoreReason),
 }
 
 impl std::fmt::Display for Failure {
@@ -67,13 +67,22 @@ impl std::fmt::Display for Failure {
         match self {
             Self::Gone => f.write_str("the requested version is too old (410)"),
             Self::Silent(patience) => write!(f, "no data arrived for {} s", patience.as_secs()),
+            Self::Refused(reason) | Self::Failed(reason) => reason.fmt(f),
             Self::NotFound(reason)
-            | Self::Refused(reason)
             | Self::Forbidden(reason)
             | Self::Erred(reason)
             | Self::TooLarge(reason)
-            | Self::Failed(reason)
             | Self::Busy { reason, .. } => f.write_str(reason),
+        }
+    }
+}
+
+impl Failure {
+    fn cause(&self) -> StoreFailure {
+        match self {
+            Self::Refused(reason) | Self::Failed(reason) => reason.failure.clone(),
+            Self::Forbidden(_) => StoreFailure::Forbidden,
+            _ => StoreFailure::Other,
         }
     }
 }
@@ -116,10 +125,15 @@ impl Api {
     /// # Errors
     /// The configuration cannot be read or used.
     pub(crate) async fn open(source: Source) -> Result<Self, Error> {
-        let refused = |reason| Error::Refused { store: "the Kubernetes API".to_owned(), reason };
+        let refused = |reason: String| Error::Refused {
+            store: "the Kubernetes API".to_owned(),
+            reason: reason.into(),
+        };
         let connection = source.connection().await.map_err(refused)?;
-        let name = format!("kube:{}", connection.url());
-        let stats = StoreStatus { store: name.clone(), ..StoreStatus::default() };
+        let url = connection.url();
+        let name = format!("kube:{url}");
+        let kind = StoreKind::Kubernetes { url };
+        let stats = StoreStatus { store: name.clone(), kind, ..StoreStatus::default() };
         Ok(Self {
             name,
             source,
@@ -153,20 +167,25 @@ impl Api {
     pub(crate) fn failed(&self, verb: &'static str, failure: &Failure) {
         let mut stats = self.stats();
         stats.calls.entry(verb).or_default().failed += 1;
-        stats.last_error = Some((failure.to_string(), SystemTime::now()));
+        stats.last_error = Some(LastError {
+            text: failure.to_string(),
+            failure: failure.cause(),
+            at: SystemTime::now(),
+        });
     }
 
     /// The error of the trait for a failure of `call`.
     pub(crate) fn error(&self, call: &Call, failure: Failure) -> Error {
         let store = self.name.clone();
         match failure {
-            Failure::Refused(reason) | Failure::Forbidden(reason) => {
-                Error::Refused { store, reason }
+            Failure::Refused(reason) => Error::Refused { store, reason },
+            Failure::Forbidden(text) => {
+                Error::Refused { store, reason: StoreReason::new(text, StoreFailure::Forbidden) }
             }
             Failure::NotFound(reason) => Error::NotReady { store, reason },
             failure => {
-                let reason = format!("{} {}: {failure}", call.verb, call.resource);
-                Error::Store { store, source: reason.into() }
+                let text = format!("{} {}: {failure}", call.verb, call.resource);
+                Error::Store { store, source: StoreReason::new(text, failure.cause()).into() }
             }
         }
     }
@@ -205,9 +224,10 @@ impl Api {
         if let Err(Failure::Refused(reason)) = &outcome {
             outcome = match self.renew(&mut current).await {
                 Ok(()) => self.try_send(&current.connection, call).await,
-                Err(why) => Err(Failure::Refused(format!(
-                    "{reason}; the credentials cannot be read again: {why}"
-                ))),
+                Err(why) => {
+                    let text = format!("{reason}; the credentials cannot be read again: {why}");
+                    Err(Failure::Refused(StoreReason::new(text, reason.failure.clone())))
+                }
             };
         }
         match &outcome {
@@ -253,8 +273,9 @@ impl Api {
                 request.header(header::CONTENT_TYPE, "application/strategic-merge-patch+json");
         }
         let body = Bytes::from(call.patch.clone().unwrap_or_default());
-        let request =
-            request.body(Full::new(body)).map_err(|error| Failure::Failed(error.to_string()))?;
+        let request = request
+            .body(Full::new(body))
+            .map_err(|error| Failure::Failed(error.to_string().into()))?;
         let answer = match timeout(PATIENCE, connection.send(request)).await {
             Err(_) => return Err(Failure::Silent(PATIENCE)),
             Ok(Err(unsent)) => return Err(unreachable(unsent)),
@@ -271,7 +292,7 @@ pub(crate) async fn part(body: &mut Body, patience: Duration) -> Result<Option<B
             Err(_) => return Err(Failure::Silent(patience)),
             Ok(None) => return Ok(None),
             Ok(Some(Err(error))) => {
-                return Err(Failure::Failed(format!("the answer was cut: {error}")));
+                return Err(Failure::Failed(format!("the answer was cut: {error}").into()));
             }
             Ok(Some(Ok(frame))) => {
                 if let Ok(bytes) = frame.into_data() {
@@ -297,20 +318,36 @@ pub(crate) async fn read(answer: Response<Body>, most: usize) -> Result<Bytes, F
 
 /// The failure of a request that was not sent.
 fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
+    let of_time = StoreFailure::of_tls(&reason);
+    let refused = |text, failure| Failure::Refused(StoreReason::new(text, failure));
     match cause {
-        Cause::ServerCertificate => Failure::Refused(format!(
-            "the API server's certificate is not accepted ({reason}): expected one that the CA of \
-             the kubeconfig or of the service account has signed for this address"
-        )),
-        Cause::ClientCertificate => Failure::Refused(format!(
-            "this node is not accepted as a client ({reason}): expected a valid client certificate"
-        )),
-        Cause::Handshake => Failure::Refused(format!(
-            "the API server, or a proxy before it, aborts the TLS handshake for a reason other \
-             than a certificate ({reason}): expected a server with TLS 1.3, or 1.2 with ECDHE, \
-             under this name; in TLS 1.2 a missing client certificate has the same effect"
-        )),
-        Cause::Other => Failure::Failed(reason),
+        Cause::ServerCertificate => {
+            let text = format!(
+                "the API server's certificate is not accepted ({reason}): expected one that the CA \
+                 of the kubeconfig or of the service account has signed for this address"
+            );
+            let is_of_time = of_time == StoreFailure::CertificateTime;
+            refused(text, if is_of_time { of_time } else { StoreFailure::ServerCertificate })
+        }
+        Cause::ClientCertificate => {
+            let text = format!(
+                "this node is not accepted as a client ({reason}): expected a valid client \
+                 certificate"
+            );
+            refused(text, of_time)
+        }
+        Cause::Handshake => {
+            let text = format!(
+                "the API server, or a proxy before it, aborts the TLS handshake for a reason other \
+                 than a certificate ({reason}): expected a server with TLS 1.3, or 1.2 with ECDHE, \
+                 under this name; in TLS 1.2 a missing client certificate has the same effect"
+            );
+            refused(text, of_time)
+        }
+        Cause::Token(path) => {
+            Failure::Failed(StoreReason::new(reason, StoreFailure::Token { path }))
+        }
+        Cause::Other => Failure::Failed(StoreReason::new(reason, of_time)),
     }
 }
 
@@ -372,10 +409,13 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
         StatusCode::SERVICE_UNAVAILABLE if after.is_some() => {
             Failure::Busy { after, reason: format!("not available (503): {message}") }
         }
-        StatusCode::UNAUTHORIZED => Failure::Refused(format!(
-            "the API server does not accept this node's credentials (401, {message}): expected a \
-             valid token or client certificate"
-        )),
+        StatusCode::UNAUTHORIZED => {
+            let text = format!(
+                "the API server does not accept this node's credentials (401, {message}): expected \
+                 a valid token or client certificate"
+            );
+            Failure::Refused(StoreReason::new(text, StoreFailure::Unauthorized))
+        }
         StatusCode::FORBIDDEN => Failure::Forbidden(format!(
             "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} \
              (403, {message})"

@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use flannel_core::lease::{Origin, Revision, View};
 use flannel_core::runtime::Task;
+use flannel_core::subnet::SkippedEntry;
 use tokio::sync::watch::{Receiver, Sender, channel};
 use tokio::time::sleep;
 
@@ -157,15 +158,15 @@ impl Following {
         let mut problems = self.nodes.problems();
         if let Own::Here(node) = &*self.own_node.borrow() {
             let ReadOptions { prefix, families } = &self.read_options;
-            problems.extend(
-                wrong_overwrites(&node.values, families, prefix)
-                    .map(|why| (format!("node {}", node.name), format!("{why}; it is not used"))),
-            );
+            problems.extend(wrong_overwrites(&node.values, families, prefix).map(|why| {
+                let key = format!("node {}", node.name);
+                SkippedEntry::new(key, format!("{why}; it is not used"))
+            }));
         }
         let mut stats = self.api.stats();
         let known: HashSet<_> = std::mem::take(&mut stats.skipped).into_iter().collect();
         let mut new = problems.iter().filter(|problem| !known.contains(*problem));
-        for (key, reason) in new.by_ref().take(LINES) {
+        for SkippedEntry { key, reason, .. } in new.by_ref().take(LINES) {
             tracing::warn!(store = self.api.name(), %key, %reason, "a node has a problem");
         }
         let more = new.count();

@@ -16,6 +16,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::{StoreKind, StoreReason};
 use flannel_core::{Error, Result, Subnets};
 
 pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
@@ -168,8 +169,13 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
         Ok(None)
     }
 
+    /// The kind of the store. The default implementation has none that programs know.
+    fn kind(&self) -> StoreKind {
+        StoreKind::Other
+    }
+
     /// Why a request is being retried, or `None`.
-    fn trouble(&self) -> Option<String> {
+    fn trouble(&self) -> Option<StoreReason> {
         None
     }
 

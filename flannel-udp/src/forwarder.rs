@@ -186,7 +186,9 @@ impl Forwarder {
         options.local.retain(|local| {
             let result = usable((*local, port).into(), socket_group::ENDING);
             let is_usable = result.is_ok();
-            last_error = result.err().or(last_error.take());
+            if let Err(error) = result {
+                last_error = Some(error);
+            }
             is_usable
         });
         if options.local.is_empty()

@@ -10,10 +10,10 @@ use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-use flannel_api::{Client, VERSION, request};
+use flannel_api::{Client, VERSION};
 use flannel_backends::Backends;
 use flannel_options::printable::line;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use error::Result;
 use options::{Ctl, Global, Verb, misspelt_variables};
@@ -50,14 +50,14 @@ pub(crate) struct Output {
 /// It runs the whole process and sets up a runtime.
 pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> ExitCode {
     let terminal = Terminal::of_stdout();
-    // A closed stdout is no error.
+    // A closed stdout is not an error.
     let print = |text: &str| _ = terminal.print(text);
     let args: Vec<OsString> = args.into_iter().collect();
     // Also if the command line is wrong.
     let json = args.iter().any(|arg| arg == "--json");
     let failed = |error: &str, shown: &str, code: u8| {
         if json {
-            let value = serde_json::json!({ "version": VERSION, "error": error });
+            let value = json!({ "version": VERSION, "error": error });
             print(&line(&value.to_string()));
         } else {
             print_error(shown);
@@ -103,7 +103,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
 }
 
 async fn run_verb(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Result<Output> {
-    let (global, client) = (&options.global, Client::at(options.global.socket()));
+    let global = &options.global;
+    let client = Client::at(global.socket());
     let context = Context { client: &client, global, backends, terminal };
     match &options.verb {
         Verb::Status => status::status(context).await,
@@ -116,15 +117,15 @@ async fn run_verb(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Re
             watch::watch(context, *interval, live).await
         }
         Verb::Reload => {
-            let value = client.ask("POST", request::RELOAD)?;
-            let text = line(&format!("reloaded: {}", value["found"].as_str().unwrap_or_default()));
-            Ok(Output { text, value, ok: true })
+            let report = client.reload()?;
+            let text = line(&format!("reloaded: {}", report.found));
+            Ok(Output { text, value: json!(report), ok: true })
         }
         Verb::Log { filter } => {
-            let value = client.ask("POST", &request::log(filter))?;
+            let report = client.set_log(filter)?;
             Ok(Output {
                 text: format!("the log filter is {filter} now, until SIGHUP or reload\n"),
-                value,
+                value: json!(report),
                 ok: true,
             })
         }

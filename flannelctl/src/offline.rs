@@ -1,29 +1,28 @@
 //! The state without a daemon: the files of the last daemon, and the store.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use flannel_api::{Finding, PeerReport, VERSION, seconds};
+use flannel_api::{Deployment, Finding, PeerReport, PeerState, VERSION, seconds};
 use flannel_backends::Backends;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
+use flannel_core::subnet::{StoreFailure, StoreKind, StoreReason};
 use flannel_core::{Config, Error as CoreError, Kernel, Subnets};
-use flannel_doctor::checks::host::{HostScene, check_host};
+use flannel_doctor::checks::host::{CheckedNetwork, check_host};
+use flannel_doctor::finding::reports;
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
-use flannel_options::state_dir;
+use flannel_options::{RegistryUrl, state_dir};
 use flannel_subnet::{Cache, ConfigText, Registry, Saved, SubnetEnv};
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::options::Global;
 use crate::terminal::{Style, Terminal, span};
-use crate::{Context, Output, status};
-
-/// The state of a peer without a daemon.
-pub(crate) const UNKNOWN: &str = "not known";
+use crate::{Context, status};
 
 /// The usual timeout of the store.
 const PATIENCE: Duration = Duration::from_secs(6);
@@ -32,7 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(6);
 pub(crate) async fn ask_store(
     global: &Global,
     patience: Duration,
-) -> Result<(flannel_core::Result<ConfigText>, LeaseSet), String> {
+) -> Result<(flannel_core::Result<ConfigText>, LeaseSet), StoreReason> {
     let asked = async {
         let registry = global.open_registry().await?;
         // A store without a config may have leases.
@@ -44,8 +43,14 @@ pub(crate) async fn ask_store(
         Ok::<_, Error>((config, leases))
     };
     match tokio::time::timeout(patience, asked).await {
-        Ok(asked) => asked.map_err(|error| error.to_string()),
-        Err(_) => Err(format!("no answer for {} s", patience.as_secs())),
+        Ok(asked) => asked.map_err(|error| {
+            let failure = match &error {
+                Error::Core(error) => error.store_failure(),
+                _ => StoreFailure::Other,
+            };
+            StoreReason::new(error.to_string(), failure)
+        }),
+        Err(_) => Err(format!("no answer for {} s", patience.as_secs()).into()),
     }
 }
 
@@ -54,7 +59,7 @@ pub(crate) async fn ask_store(
 pub(crate) struct Known {
     pub(crate) config: Option<Config>,
     pub(crate) leases: LeaseSet,
-    /// The reason why the values may be old, without a full stop; `None`: the store gave them.
+    /// The reason why the values may be old, without a full stop. `None` if the store gave them.
     pub(crate) stale: Option<String>,
 }
 
@@ -88,11 +93,27 @@ pub(crate) fn store_name(global: &Global) -> String {
     global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
 }
 
-/// The store by the name that a daemon with these options has for it; `None`: none is named.
+/// The kind of the store; `None` if the options name none.
+pub(crate) fn store_kind(global: &Global) -> Option<StoreKind> {
+    match global.registry.as_ref()? {
+        RegistryUrl::Dir(location) => {
+            Some(StoreKind::Directory { path: location.path.display().to_string() })
+        }
+        #[cfg(feature = "etcd")]
+        RegistryUrl::Etcd => {
+            flannel_options::open_etcd(global.etcd.options()).ok().map(|etcd| etcd.kind())
+        }
+        #[cfg(not(feature = "etcd"))]
+        RegistryUrl::Etcd => None,
+    }
+}
+
+/// The store by the name that a daemon with these options has for it. `None` if the options name
+/// no store.
 pub(crate) fn store_url(global: &Global) -> Option<String> {
     match global.registry.as_ref()? {
         #[cfg(feature = "etcd")]
-        flannel_options::RegistryUrl::Etcd => {
+        RegistryUrl::Etcd => {
             flannel_options::open_etcd(global.etcd.options()).ok().map(|etcd| etcd.to_string())
         }
         url => Some(url.to_string()),
@@ -110,81 +131,123 @@ pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
     env.or_else(|| Some(saved(global)?.own?.0.subnets))
 }
 
-/// The status without a daemon: the state that the last daemon left.
-pub(crate) async fn status(
-    Context { global, backends, terminal, .. }: Context<'_>,
-    failure: &flannel_api::Error,
-) -> Output {
-    let left = Left {
-        findings: findings(global, backends).await,
-        subnets: SubnetEnv::read(&global.subnet_file).map_err(|error| error.to_string()),
-        saved: Cache::open(state_dir::leases(&global.state_dir))
-            .load()
-            .map_err(|error| error.to_string()),
-    };
-    let failure = failure.to_string();
-    let mut value = status::down(&failure);
-    value["findings"] = json!(left.findings);
-    if let Ok(env) = &left.subnets {
-        value["subnets"] = json!(words(env.subnets.values()));
-        value["mtu"] = json!(env.mtu);
-    }
-    if let Ok(saved) = &left.saved {
-        value["leases"] = json!(saved.leases.len());
-        value["leases_kept"] = json!(seconds(saved.written));
-    }
-    Output { text: page(&failure, &left, &global.subnet_file, terminal), value, ok: false }
-}
-
 /// The state that the last daemon left.
-struct Left {
-    findings: Vec<Finding>,
-    /// The subnet file, or the reason why it cannot be read.
+#[derive(Debug)]
+pub(crate) struct LeftState {
+    /// Why no daemon answers.
+    failure: String,
+    pub(crate) findings: Vec<Finding>,
+    subnet_file: PathBuf,
+    /// The content of the subnet file, or the reason why it cannot be read.
     subnets: Result<SubnetEnv, String>,
     /// The cached leases, or the reason why they cannot be read.
     saved: Result<Saved, String>,
+}
+
+/// The state that the last daemon left, as JSON.
+#[derive(Serialize)]
+pub(crate) struct DownReport {
+    version: u32,
+    running: bool,
+    ready: bool,
+    reason: String,
+    findings: Vec<Finding>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    subnets: Option<Vec<String>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mtu: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    leases: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    leases_kept: Option<f64>,
+}
+
+/// The leases of other nodes without a daemon, as JSON.
+#[derive(Debug, Serialize)]
+pub(crate) struct LeftPeers {
+    version: u32,
+    running: bool,
+    pub(crate) peers: Vec<PeerReport>,
+    /// Why they may be old, without a full stop. `None` if the store gave them.
+    pub(crate) stale: Option<String>,
+}
+
+impl LeftState {
+    /// Reads the files of the last daemon, and checks this host.
+    pub(crate) async fn read(
+        Context { global, backends, .. }: Context<'_>,
+        failure: &flannel_api::Error,
+    ) -> Self {
+        let cache = Cache::open(state_dir::leases(&global.state_dir));
+        Self {
+            failure: failure.to_string(),
+            findings: findings(global, backends).await,
+            subnet_file: global.subnet_file.clone(),
+            subnets: SubnetEnv::read(&global.subnet_file).map_err(|error| error.to_string()),
+            saved: cache.load().map_err(|error| error.to_string()),
+        }
+    }
+
+    /// The state as JSON.
+    pub(crate) fn report(&self) -> DownReport {
+        let subnets = self.subnets.as_ref().ok();
+        let saved = self.saved.as_ref().ok();
+        DownReport {
+            version: VERSION,
+            running: false,
+            ready: false,
+            reason: self.failure.clone(),
+            findings: self.findings.clone(),
+            subnets: subnets.map(|env| words(env.subnets.values())),
+            mtu: subnets.map(|env| env.mtu),
+            leases: saved.map(|saved| saved.leases.len()),
+            leases_kept: saved.map(|saved| seconds(saved.written)),
+        }
+    }
 }
 
 fn words<T: ToString>(values: impl Iterator<Item = T>) -> Vec<String> {
     values.map(|value| value.to_string()).collect()
 }
 
-/// The page of `status` without a daemon.
-fn page(failure: &str, left: &Left, subnet_file: &Path, terminal: &Terminal) -> String {
-    let mut text = format!("flanneld  {}\n\n", terminal.style(Style::Bad, "NOT RUNNING"));
-    text += &terminal.field("error", Style::Bad, failure);
-    text += &terminal.field(
+impl LeftState {
+    /// The page of `status` without a daemon.
+    pub(crate) fn page(&self, terminal: &Terminal) -> String {
+        let mut text = format!("flanneld  {}\n\n", terminal.style(Style::Bad, "NOT RUNNING"));
+        text += &terminal.field("error", Style::Bad, &self.failure);
+        text += &terminal.field(
         "",
         Style::Plain,
         "try: systemctl start flanneld; or --control-socket FILE, if it was started with another \
          one",
     );
-    text += &status::findings(&left.findings, terminal);
-    text.push('\n');
-    let lease = match &left.subnets {
-        Ok(env) => format!(
-            "{}, pods may send {} bytes, according to {}",
-            words(env.subnets.values()).join(", "),
-            env.mtu,
-            subnet_file.display()
-        ),
-        Err(error) => format!("not known: {error}"),
-    };
-    text += &terminal.field("last lease", Style::Bold, &lease);
-    let leases = match &left.saved {
-        Ok(saved) => {
-            let age = SystemTime::now().duration_since(saved.written).unwrap_or_default();
-            let age = span(age.as_secs_f64());
-            format!("{} of {}, kept {age} ago", saved.leases.len(), saved.store)
-        }
-        Err(error) => format!("none are kept: {error}"),
-    };
-    text += &terminal.field("leases", Style::Bold, &leases);
-    text + &terminal.field(
-        "data path",
-        Style::Bold,
-        "not managed while the daemon is down; flannelctl why ADDRESS asks the kernel",
-    )
+        text += &status::findings(&self.findings, terminal);
+        text.push('\n');
+        let lease = match &self.subnets {
+            Ok(env) => format!(
+                "{}, pods may send {} bytes, according to {}",
+                words(env.subnets.values()).join(", "),
+                env.mtu,
+                self.subnet_file.display()
+            ),
+            Err(error) => format!("not known: {error}"),
+        };
+        text += &terminal.field("last lease", Style::Bold, &lease);
+        let leases = match &self.saved {
+            Ok(saved) => {
+                let age = SystemTime::now().duration_since(saved.written).unwrap_or_default();
+                let age = span(age.as_secs_f64());
+                format!("{} of {}, kept {age} ago", saved.leases.len(), saved.store)
+            }
+            Err(error) => format!("none are kept: {error}"),
+        };
+        text += &terminal.field("leases", Style::Bold, &leases);
+        text + &terminal.field(
+            "data path",
+            Style::Bold,
+            "not managed while the daemon is down; flannelctl why ADDRESS asks the kernel",
+        )
+    }
 }
 
 /// Findings on this host for the network of the last daemon; none if that is not known.
@@ -204,8 +267,9 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let public = lease.map(|lease| lease.attrs.preferred.public).unwrap_or_default();
     let links = backends.links(uplink, &config);
     let mtu = SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu);
-    let scene = HostScene { config, links, uplink, own, public, leases: saved.leases, mtu };
-    check_host(scene, &LegacyMemory::default()).await.findings
+    let checked = CheckedNetwork { config, links, uplink, own, public, leases: saved.leases, mtu };
+    let report = check_host(checked, &LegacyMemory::default()).await;
+    reports(&report.findings, Deployment::default())
 }
 
 /// The interface that a daemon with these selectors chooses.
@@ -225,13 +289,13 @@ pub(crate) fn uplink(
 }
 
 /// Every lease except this node's last one, from the store or the cache.
-pub(crate) async fn peers(global: &Global) -> Result<Value> {
+pub(crate) async fn peers(global: &Global) -> Result<LeftPeers> {
     let own = own_subnets(global);
     let Known { leases, stale, .. } = Known::of(global).await.map_err(Error::Refused)?;
     let others = leases.iter().filter(|lease| Some(lease.subnets) != own);
     let peers: Vec<PeerReport> =
-        others.map(|lease| PeerReport::new(lease, UNKNOWN, None, None)).collect();
-    Ok(json!({ "version": VERSION, "running": false, "peers": peers, "stale": stale }))
+        others.map(|lease| PeerReport::new(lease, PeerState::Unknown, None, None)).collect();
+    Ok(LeftPeers { version: VERSION, running: false, peers, stale })
 }
 
 /// The network config in the store, or if that does not answer, in the last daemon's cache.
@@ -262,6 +326,9 @@ pub(crate) fn kernel() -> Result<Arc<dyn Kernel>> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use flannel_api::Severity;
     use flannel_core::Lease;
     use flannel_core::lease::{LeaseAttrs, Revision};
 
@@ -291,22 +358,30 @@ mod tests {
         };
         let env = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\n\
             FLANNEL_IPMASQ=true\n";
-        let strict = Finding::warning("rp-filter", "rp_filter of flannel.1 is strict")
-            .with_command("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
-        let left = Left {
+        let strict = Finding {
+            check: "rp-filter".into(),
+            severity: Severity::Warning,
+            text: "rp_filter of flannel.1 is strict".into(),
+            repair: Some("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2".into()),
+        };
+        let left = LeftState {
+            failure: failure.into(),
             findings: vec![strict],
+            subnet_file: file.into(),
             subnets: Ok(SubnetEnv::parse(env, file).unwrap()),
             saved: Ok(saved),
         };
-        assert_page("status_left", |terminal| page(failure, &left, file, terminal));
+        assert_page("status_left", |terminal| left.page(terminal));
         fn missing<T>(file: &str) -> Result<T, String> {
             Err(format!("{file}: No such file or directory (os error 2)"))
         }
-        let nothing = Left {
+        let nothing = LeftState {
+            failure: failure.into(),
             findings: Vec::new(),
+            subnet_file: file.into(),
             subnets: missing("/run/flannel/subnet.env"),
             saved: missing("/var/lib/flannel/leases"),
         };
-        assert_page("status_nothing_left", |terminal| page(failure, &nothing, file, terminal));
+        assert_page("status_nothing_left", |terminal| nothing.page(terminal));
     }
 }

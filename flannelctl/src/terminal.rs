@@ -47,7 +47,7 @@ pub enum Style {
 impl Terminal {
     /// The terminal of standard output.
     ///
-    /// The width is that of the terminal, else the number in the variable `COLUMNS`, else 80; at
+    /// The width is the width of the terminal, else the number in the variable `COLUMNS`, else 80; at
     /// least 40. There are colours if standard output is a terminal, unless `NO_COLOR` is not
     /// empty or `TERM` is `dumb`.
     pub fn of_stdout() -> Self {
@@ -167,7 +167,7 @@ impl Terminal {
     }
 }
 
-/// Writes a message to standard error. A closed one is no error.
+/// Writes a message to standard error. A closed one is not an error.
 pub fn print_error(text: &str) {
     let _ = io::stderr().write_all(printable::lines(text).as_bytes());
 }
@@ -181,7 +181,9 @@ pub(crate) fn write(text: &str) -> io::Result<()> {
 /// A rounded duration: `3 s`, `5 min`, `3 h 12 min`, `4 d 2 h`.
 pub(crate) fn span(seconds: f64) -> String {
     let seconds = seconds.max(0.0) as u64;
-    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    let minutes = seconds / 60;
+    let hours = seconds / 3600;
+    let days = seconds / 86_400;
     match seconds {
         0..60 => format!("{seconds} s"),
         60..3600 => format!("{minutes} min"),
@@ -192,7 +194,7 @@ pub(crate) fn span(seconds: f64) -> String {
 
 /// A rounded number of bytes: `512 B`, `1.5 KiB`, `3.0 GiB`.
 pub(crate) fn bytes(bytes: u64) -> String {
-    // The unit is that of the rounded number: 1023.96 KiB is 1.0 MiB.
+    // The unit belongs to the rounded number: 1023.96 KiB is 1.0 MiB.
     let (mut number, mut unit, mut units) =
         (bytes as f64, "B", ["KiB", "MiB", "GiB", "TiB"].iter());
     while number >= 1023.95

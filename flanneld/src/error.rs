@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use flannel_core::Subnets;
-use flannel_core::subnet::LeaseEnd;
-use flannel_doctor::commands::{LOG, SET_CONFIG, cure};
+use flannel_core::subnet::{LeaseEnd, StoreKind};
+use flannel_core::{Remedy, Subnets};
+use flannel_doctor::store::remedy_of;
 
 /// An error that stops the daemon.
 #[derive(Debug, thiserror::Error)]
@@ -100,14 +100,14 @@ impl Error {
         flannel_options::Error::File { path: path.to_owned(), reason: reason.to_string() }.into()
     }
 
-    /// The command that removes the cause, for a store of this name.
-    pub(crate) fn cure(&self, store: &str) -> String {
+    /// What removes the cause, with a store of this kind.
+    pub(crate) fn remedy(&self, store: &StoreKind) -> Remedy {
         match self {
-            Self::Network(error) => cure(error, store),
-            Self::UnknownBackend(_) | Self::ImplicitUdp { .. } => SET_CONFIG.to_owned(),
-            Self::Interface(_) | Self::UnfitInterface { .. } => "ip address".to_owned(),
-            Self::Firewall(error) => error.cure().to_owned(),
-            _ => LOG.to_owned(),
+            Self::Network(error) => remedy_of(error, store),
+            Self::UnknownBackend(_) | Self::ImplicitUdp { .. } => Remedy::SetConfig,
+            Self::Interface(_) | Self::UnfitInterface { .. } => Remedy::run("ip address"),
+            Self::Firewall(error) => error.remedy(),
+            _ => Remedy::ReadLog,
         }
     }
 

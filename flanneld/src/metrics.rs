@@ -10,9 +10,11 @@ use std::time::SystemTime;
 
 use flannel_api::seconds;
 use flannel_core::kernel::{Refused, Traffic};
-use flannel_core::object::ObjectKind;
+use flannel_core::object::{Change, ObjectKind};
 use flannel_core::status::{Damage, Rejection};
+use flannel_core::subnet::StoreKind;
 use flannel_doctor::checks::host::CHECKS;
+use flannel_doctor::finding::Check;
 use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_doctor::paths::Paths;
 use flannel_firewall::Packets;
@@ -71,7 +73,7 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
     store(&mut page, snapshot);
     counters(&mut page, &snapshot.counters);
     if let Some(network) = &snapshot.network {
-        leases(&mut page, network, snapshot.store_name());
+        leases(&mut page, network, snapshot.store_kind());
         kernel(&mut page, network);
         firewall(&mut page, &network.running.rulebook.borrow());
         if let Some(results) = &network.running.paths {
@@ -87,11 +89,11 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
             guard(&mut page, refused);
         }
         let count =
-            |check: &str| snapshot.facts.findings.iter().filter(|f| f.check == check).count();
+            |check: &Check| snapshot.facts.findings.iter().filter(|f| f.check == *check).count();
         page.gauges(
             "flannel_findings",
             "Findings about this host, by check; they are updated every five minutes",
-            CHECKS.map(|check| (labels(&[("check", check)]), count(check) as u64)),
+            CHECKS.map(|check| (labels(&[("check", check.name())]), count(&check) as u64)),
         );
     }
     page.encoded(format)
@@ -183,7 +185,19 @@ fn reason(why: &Rejection) -> &'static str {
     }
 }
 
-fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&str>) {
+/// Whether the lease conflicts with another lease.
+fn is_conflict(why: &Rejection) -> bool {
+    matches!(
+        why,
+        Rejection::OverlapsOwn(_)
+            | Rejection::Overlaps { .. }
+            | Rejection::Contradicts { .. }
+            | Rejection::NotItsOwn { .. }
+            | Rejection::ContradictsOwn(_)
+    )
+}
+
+fn leases(page: &mut Page, network: &NetworkSnapshot, store: &StoreKind) {
     let status = &network.status;
     page.gauge(
         "flannel_leases",
@@ -197,18 +211,16 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&str>) {
     );
     page.gauge("flannel_peers", "Other nodes whose leases are accepted", status.peers as u64);
     let mut reasons: BTreeMap<&str, u64> = REASONS.map(|reason| (reason, 0)).into();
+    let mut conflicts = 0;
     for why in status.rejected.values() {
         *reasons.entry(reason(why)).or_default() += 1;
+        conflicts += u64::from(is_conflict(why));
     }
     page.gauges(
         "flannel_rejected_leases",
         "Leases that are rejected, by reason",
         reasons.iter().map(|(reason, count)| (labels(&[("reason", reason)]), *count)),
     );
-    let clash = |(reason, _): &(&&str, &u64)| {
-        reason.starts_with("overlaps") || reason.starts_with("contradicts")
-    };
-    let conflicts: u64 = reasons.iter().filter(clash).map(|(_, count)| count).sum();
     page.gauge("flannel_conflicts", "Leases that conflict with another lease", conflicts);
     let rooms = subnets_used(network, store);
     let counts = rooms.iter().flat_map(|room| {
@@ -227,7 +239,7 @@ fn paths(page: &mut Page, results: &Paths) {
     page.gauges(
         "flannel_paths",
         "Paths to peers, one for each peer and family, by state",
-        summary.states.iter().map(|(state, count)| (labels(&[("state", state)]), *count)),
+        summary.states.iter().map(|(state, count)| (labels(&[("state", state.name())]), *count)),
     );
     page.gauge("flannel_failing_paths", "Paths to peers that fail", summary.failing);
     if let Some(oldest) = summary.oldest {
@@ -353,7 +365,7 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
         let counts = counts.entry(key.kind()).or_default();
         counts.failing += 1;
         // An object that cannot be deleted is failing, but it is not desired.
-        counts.absent += u64::from(failure.change.starts_with("put "));
+        counts.absent += u64::from(matches!(failure.change, Change::Put(_)));
     }
     let known = status.settled && status.kernel_error.is_none();
     let states = counts.iter().flat_map(|(kind, counts)| {
@@ -442,7 +454,7 @@ mod tests {
     use flannel_core::kernel::KernelError;
     use flannel_core::lease::Revision;
     use flannel_core::status::Status;
-    use flannel_core::subnet::{Ownership, StoreStatus};
+    use flannel_core::subnet::{LastError, Ownership, StoreFailure, StoreStatus};
     use flannel_netlink::NetlinkKernel;
     use prometheus_parse::{Scrape, Value};
 
@@ -559,8 +571,10 @@ mod tests {
         let observer = Observer::default();
         let _guard = observer.running(network(status).await.1);
         observer.note(|facts| facts.subnet_file = true);
-        let finding = |check| flannel_api::Finding::warning(check, "text");
-        observer.note(|facts| facts.findings = ["xdp", "xdp", "arp"].map(finding).into());
+        let finding = |check| flannel_doctor::Finding::warning(check, "text");
+        observer.note(|facts| {
+            facts.findings = [Check::Xdp, Check::Xdp, Check::Arp].map(finding).into()
+        });
         let mut snapshot = observer.snapshot();
         let until = Some(snapshot.time + Duration::from_secs(3600));
         snapshot.ownership = Ownership::Held { until };
@@ -683,7 +697,11 @@ mod tests {
         let status = |confirmed, last_error: Option<&str>| StoreStatus {
             store: "etcd".into(),
             confirmed,
-            last_error: last_error.map(|error| (error.to_owned(), SystemTime::UNIX_EPOCH)),
+            last_error: last_error.map(|error| LastError {
+                text: error.to_owned(),
+                failure: StoreFailure::Other,
+                at: SystemTime::UNIX_EPOCH,
+            }),
             ..StoreStatus::default()
         };
         let answered = Some((Revision(7), SystemTime::UNIX_EPOCH));

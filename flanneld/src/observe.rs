@@ -14,10 +14,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::lease::View;
+use flannel_core::remedy::Trouble;
 use flannel_core::runtime::lock;
 use flannel_core::status::{Status, Waiting};
 use flannel_core::subnet::Ownership;
-use flannel_core::{Config, Error as CoreError, SubnetManager, Subnets};
+use flannel_core::{Config, Error as CoreError, Remedy, SubnetManager, Subnets};
 use flannel_doctor::paths::Paths;
 use flannel_firewall::LegacyMemory;
 use tokio::sync::watch;
@@ -28,7 +29,7 @@ pub(crate) use running::{Rulebook, Running};
 pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
 use trials::Trials;
 
-/// Sets a log filter, or returns the reason why it cannot; `None`: the filter of the start.
+/// Sets a log filter, or with `None` the filter of the start. Returns the reason if it cannot.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
 
 /// The timeout of a request to the network for its pending peers, so that a status is quick. A
@@ -84,7 +85,8 @@ impl fmt::Debug for Observer {
 }
 
 impl Observer {
-    /// The source of a daemon that starts now. `set_log` sets its log filter; `None`: it is fixed.
+    /// The source of a daemon that starts now. `set_log` sets its log filter. It is `None` if the
+    /// log belongs to another program, in which the daemon is embedded.
     pub(crate) fn new(set_log: Option<Box<SetLog>>) -> Self {
         Self(Arc::new(Shared {
             known: Mutex::default(),
@@ -161,15 +163,22 @@ impl Observer {
             counters.add(&running);
             let status = Arc::clone(&running.handle.status.borrow());
             let view = running.views.borrow().clone();
-            let (waiting, tunnels, traffic) = Default::default();
-            let read = Arc::clone(&known.read);
-            let refused = None;
-            NetworkSnapshot { running, status, view, waiting, tunnels, traffic, refused, read }
+            NetworkSnapshot {
+                running,
+                status,
+                view,
+                waiting: None,
+                tunnels: Arc::default(),
+                traffic: None,
+                refused: None,
+                read: Arc::clone(&known.read),
+            }
         });
         let store = known.store.as_ref();
         Snapshot {
             time: SystemTime::now(),
             started: self.0.started,
+            is_embedded: self.0.set_log.is_none(),
             store: store.map(|store| store.store_status()),
             ownership: store
                 .map_or(Ownership::NotAcquired, |store| store.ownership().borrow().clone()),
@@ -180,7 +189,7 @@ impl Observer {
         }
     }
 
-    /// The same, with the pending peers if the status does not have them.
+    /// The current state, with the pending peers if the status does not have them.
     pub(crate) async fn snapshot_of_peers(&self) -> Snapshot {
         // Asked before the status is read, because the status then has all later changes.
         let waiting = self.waiting().await;
@@ -209,7 +218,7 @@ impl Observer {
         self.known().running.as_ref().map(|running| running.handle.status.clone())
     }
 
-    /// The results of the probes of paths; `None`: no network runs, or paths are not probed.
+    /// The results of the probes of paths. `None` if no network runs, or paths are not probed.
     pub(crate) fn paths(&self) -> Option<Paths> {
         self.known().running.as_ref().and_then(|running| running.paths.clone())
     }
@@ -225,10 +234,10 @@ impl Observer {
         &self.0.legacy
     }
 
-    /// Sets the log filter; `None`: the one given at the start.
+    /// Sets the log filter, or with `None` the filter that was given at the start.
     ///
     /// # Errors
-    /// The text is no filter, or the log belongs to another program.
+    /// The text is not a filter, or the log belongs to another program.
     pub(crate) fn set_log(&self, filter: Option<&str>) -> Result<(), String> {
         match &self.0.set_log {
             Some(set) => set(filter),
@@ -247,7 +256,7 @@ impl Observer {
     }
 
     /// Asks the network that runs whether another one can be built from `config`. Returns the
-    /// obstacle as an error; `None` if no network runs, so nothing can be asked.
+    /// obstacle as an error, or `None` if no network runs, so that nothing can be asked.
     pub(crate) async fn try_config(&self, config: Config) -> Option<Result<(), String>> {
         self.known().running.as_ref()?;
         self.0.trials.ask(config).await
@@ -329,8 +338,8 @@ impl Drop for RunningGuard<'_> {
             if let Some(running) = known.running.take() {
                 known.earlier.add(&running);
             }
-            let (text, command) = ("the network is rebuilt", "flannelctl watch");
-            known.facts.waits_for = Some((text.to_owned(), command.to_owned()));
+            let trouble = Trouble::new("the network is rebuilt", Remedy::WatchStatus);
+            known.facts.waits_for = Some(trouble);
         });
     }
 }
@@ -412,7 +421,7 @@ pub(crate) mod tests {
     async fn a_network_is_known_while_it_runs() {
         let observer = Observer::default();
         assert!(observer.snapshot().network.is_none());
-        let waits = Some(("a config".to_owned(), "a command".to_owned()));
+        let waits = Some(Trouble::new("a config", Remedy::SetConfig));
         observer.note(|facts| facts.waits_for = waits.clone());
         assert_eq!(observer.snapshot().facts.waits_for, waits);
         let (subnets, running) = network(Status::default()).await;

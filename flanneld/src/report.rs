@@ -7,12 +7,12 @@ pub(crate) mod why;
 
 use flannel_api::{
     Counted, DaemonReport, FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport,
-    LeaseReport, NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport, StatusReport,
-    StoreReport, SubnetsReport, TrafficReport, VERSION, by_family, seconds, texts,
+    LeaseReport, More, NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport,
+    StatusReport, StoreReport, SubnetsReport, TrafficReport, VERSION, by_family, seconds, texts,
 };
 use flannel_core::object::Key;
 use flannel_core::status::{Failure, Status};
-use flannel_doctor::commands::is_kubernetes;
+use flannel_core::subnet::StoreKind;
 use flannel_doctor::paths::Paths;
 
 use crate::observe::{NetworkSnapshot, Snapshot};
@@ -34,6 +34,8 @@ pub(crate) fn status_report(snapshot: &Snapshot) -> StatusReport {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
             started: seconds(snapshot.started),
+            deployment: snapshot.deployment(),
+            more: More::new(),
         },
         ready: !problems.iter().any(Problem::is_error),
         problems,
@@ -41,6 +43,7 @@ pub(crate) fn status_report(snapshot: &Snapshot) -> StatusReport {
         unread: Vec::new(),
         network: snapshot.network.as_ref().map(|network| network_report(network, snapshot)),
         store: snapshot.store.as_ref().map(StoreReport::from),
+        more: More::new(),
     }
 }
 
@@ -71,7 +74,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         rejected: status.rejected.len() as u64,
         pending,
         paths: running.paths.as_ref().map(Paths::summary),
-        subnets: subnets_used(network, snapshot.store_name()),
+        subnets: subnets_used(network, snapshot.store_kind()),
         repairs: RepairsReport {
             total: snapshot.counters.repaired,
             last: status
@@ -84,6 +87,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         latency: LatencyReport::from(&status.latency),
         traffic: network.traffic.as_ref().map(TrafficReport::from),
         guard: network.refused.as_ref().filter(|it| !it.packets.is_empty()).map(GuardReport::from),
+        more: More::new(),
     }
 }
 
@@ -102,8 +106,8 @@ fn failures(status: &Status) -> Vec<FailureReport> {
 }
 
 /// The number of used subnets of each pod network.
-pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&str>) -> Vec<SubnetsReport> {
-    let given = is_kubernetes(store).then(|| network.own());
+pub(crate) fn subnets_used(network: &NetworkSnapshot, store: &StoreKind) -> Vec<SubnetsReport> {
+    let given = store.is_kubernetes().then(|| network.own());
     SubnetsReport::all(&network.running.config, &network.view.leases, given)
 }
 
@@ -112,7 +116,7 @@ pub(crate) mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use flannel_api::TunnelReport;
+    use flannel_api::{PeerState, TunnelReport};
     use flannel_core::status::{Wait, Waiting};
     use flannel_core::{Lease, Subnets};
 
@@ -132,26 +136,26 @@ pub(crate) mod tests {
     #[tokio::test]
     async fn subnets_that_kubernetes_assigns_are_counted() {
         let snapshot = snapshot(Status::default()).await;
-        let kube = "kube:https://10.96.0.1:443";
+        let kube = StoreKind::Kubernetes { url: "https://10.96.0.1:443".into() };
         let mut network = snapshot.network.unwrap();
-        let mut counted = |config: &str, store: &str| {
+        let mut counted = |config: &str, store: &StoreKind| {
             let running = Arc::get_mut(&mut network.running).unwrap();
             running.config = flannel_core::Config::parse(config).unwrap();
-            let room = subnets_used(&network, Some(store)).pop().unwrap();
+            let room = subnets_used(&network, store).pop().unwrap();
             (room.total, room.used, room.free)
         };
-        assert_eq!(counted(r#"{"Network":"10.1.0.0/16","SubnetLen":28}"#, kube), (256, 4, 252));
-        assert_eq!(counted(r#"{"Network":"10.1.0.0/20"}"#, kube), (16, 4, 12));
+        assert_eq!(counted(r#"{"Network":"10.1.0.0/16","SubnetLen":28}"#, &kube), (256, 4, 252));
+        assert_eq!(counted(r#"{"Network":"10.1.0.0/20"}"#, &kube), (16, 4, 12));
         let some = r#"{"Network":"10.1.0.0/16","SubnetLen":24,
             "SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#;
-        assert_eq!(counted(some, "etcd:http://127.0.0.1:2379"), (3, 3, 0));
+        assert_eq!(counted(some, &StoreKind::Other), (3, 3, 0));
         // Parts of other sizes.
         let lease = Lease::clone(network.view.leases.iter().next().unwrap());
         for part in ["10.1.200.0/26", "10.1.200.64/26", "10.1.200.128/26", "10.1.202.0/23"] {
             let subnets = Subnets::new([part.parse().unwrap()]).unwrap();
             network.view.leases.insert(Lease { subnets, ..lease.clone() });
         }
-        let room = subnets_used(&network, Some(kube)).pop().unwrap();
+        let room = subnets_used(&network, &kube).pop().unwrap();
         assert_eq!((room.total, room.used, room.free), (256, 4 + 3, 249));
     }
 
@@ -166,7 +170,7 @@ pub(crate) mod tests {
         assert_eq!(again, report);
         let network = report.network.unwrap();
         assert_eq!((network.peers.total, network.accepted, network.objects), (3, 3, 11));
-        assert!(network.peers.listed.iter().all(|peer| peer.state == "in place"));
+        assert!(network.peers.listed.iter().all(|peer| peer.state == PeerState::InPlace));
         let used = &network.subnets[0];
         assert_eq!((used.family.as_str(), used.total, used.used, used.free), ("IPv4", 255, 4, 251));
     }
@@ -181,7 +185,7 @@ pub(crate) mod tests {
             assert!(!report.ready);
             let peers = report.network.unwrap().peers.listed;
             assert!(
-                peers.iter().all(|peer| peer.state == "pending" && peer.reason.is_some()),
+                peers.iter().all(|peer| peer.state == PeerState::Pending && peer.reason.is_some()),
                 "{peers:?}"
             );
         }
@@ -203,18 +207,18 @@ pub(crate) mod tests {
             Lease::clone(network.view.leases.get(&"10.1.9.0-24".parse().unwrap()).unwrap());
         changed.attrs.preferred.public.v4 = Some("192.0.2.99".parse().unwrap());
         network.view.leases.insert(changed);
-        let states = |snapshot: &Snapshot| -> Vec<(String, String, String)> {
+        let states = |snapshot: &Snapshot| -> Vec<(String, PeerState, String)> {
             let all = peers(snapshot).into_iter();
             all.map(|peer| (peer.key, peer.state, peer.reason.unwrap_or_default())).collect()
         };
         let texts = [
-            ("10.1.7.0-24", "in place", ""),
-            ("10.1.8.0-24", "pending", "there is no link flannel.1, which it needs"),
-            ("10.1.9.0-24", "pending", "its lease has come, and waits for its turn"),
+            ("10.1.7.0-24", PeerState::InPlace, ""),
+            ("10.1.8.0-24", PeerState::Pending, "there is no link flannel.1, which it needs"),
+            ("10.1.9.0-24", PeerState::Pending, "its lease has come, and waits for its turn"),
         ];
         assert_eq!(
             states(&snapshot),
-            texts.map(|(key, state, why)| (key.into(), state.into(), why.into()))
+            texts.map(|(key, state, why)| (key.into(), state, why.into()))
         );
         let network = status_report(&snapshot).network.unwrap();
         let first: Vec<&str> = network.peers.listed.iter().map(|peer| peer.key.as_str()).collect();
@@ -225,9 +229,12 @@ pub(crate) mod tests {
         // A settled status replaces an earlier report of pending peers.
         let status = &mut snapshot.network.as_mut().unwrap().status;
         Arc::make_mut(status).settled = true;
-        assert_eq!(states(&snapshot)[1].1, "in place");
+        assert_eq!(states(&snapshot)[1].1, PeerState::InPlace);
         snapshot.network.as_mut().unwrap().waiting.as_mut().unwrap().all = true;
-        assert_eq!(states(&snapshot).iter().filter(|(_, state, _)| state == "pending").count(), 1);
+        assert_eq!(
+            states(&snapshot).iter().filter(|(_, state, _)| *state == PeerState::Pending).count(),
+            1
+        );
     }
 
     #[tokio::test]
@@ -271,7 +278,11 @@ pub(crate) mod tests {
         status.kernel_error = Some(flannel_core::kernel::KernelError::explained(105, "x"));
         let report = status_report(&snapshot(status).await).network.unwrap();
         assert!(
-            report.peers.listed.iter().all(|peer| peer.state == "pending" && peer.reason.is_some())
+            report
+                .peers
+                .listed
+                .iter()
+                .all(|peer| peer.state == PeerState::Pending && peer.reason.is_some())
         );
     }
 }

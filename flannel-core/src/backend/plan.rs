@@ -22,7 +22,37 @@ pub type Plan =
 pub struct Env<'a> {
     on_link: &'a Answer<'a>,
     asked: RefCell<BTreeMap<IpAddr, Option<Reach>>>,
-    advisories: RefCell<Vec<String>>,
+    advice: RefCell<Vec<Advice>>,
+}
+
+/// What a plan says about a lease that it accepts, for example that it cannot use one family.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Advice {
+    /// What is wrong, as a sentence without a full stop.
+    pub text: String,
+    /// The public address of the lease that is wrong, or `None` if something else is.
+    pub address: Option<IpAddr>,
+}
+
+impl Advice {
+    /// Something is wrong with a public address of the lease.
+    pub fn about(address: IpAddr, text: impl Into<String>) -> Self {
+        Self { text: text.into(), address: Some(address) }
+    }
+}
+
+impl From<&str> for Advice {
+    fn from(text: &str) -> Self {
+        Self { text: text.to_owned(), address: None }
+    }
+}
+
+/// A rejection of a part of the lease.
+impl From<&Rejection> for Advice {
+    fn from(why: &Rejection) -> Self {
+        let address = if let Rejection::OwnAddress(address) = why { Some(*address) } else { None };
+        Self { text: why.to_string(), address }
+    }
 }
 
 /// How packets reach an address.
@@ -57,12 +87,12 @@ pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Reach> + 'a;
 impl<'a> Env<'a> {
     /// An environment that answers with `on_link`.
     pub fn new(on_link: &'a Answer<'a>) -> Self {
-        Self { on_link, asked: RefCell::default(), advisories: RefCell::default() }
+        Self { on_link, asked: RefCell::default(), advice: RefCell::default() }
     }
 
     /// Adds a sentence about the lease to the status. Call it for a lease that the plan accepts.
-    pub fn advise(&self, advisory: String) {
-        self.advisories.borrow_mut().push(advisory);
+    pub fn advise(&self, advice: impl Into<Advice>) {
+        self.advice.borrow_mut().push(advice.into());
     }
 
     /// The device by which packets reach `address` without a router; `None` if they need one, if
@@ -74,9 +104,9 @@ impl<'a> Env<'a> {
         answer.and_then(Reach::link)
     }
 
-    /// The addresses that the plan looked up, with the answers of [`Answer`], and the advisories.
-    pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Reach>>, Vec<String>) {
-        (self.asked.into_inner(), self.advisories.into_inner())
+    /// The addresses that the plan looked up, with the answers of [`Answer`], and its advice.
+    pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Reach>>, Vec<Advice>) {
+        (self.asked.into_inner(), self.advice.into_inner())
     }
 }
 

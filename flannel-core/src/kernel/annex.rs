@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::{Changes, KernelError, Outcome};
 use crate::object::{Change, Key, Record};
+use crate::remedy::Trouble;
 
 /// Keeps the [`Record`]s of a backend: commands for each peer, a table in another process, rules
 /// about its packets.
@@ -86,9 +87,8 @@ pub struct Traffic {
     pub received: Option<(u64, u64)>,
     /// Packets that were dropped, by reason, such as `no_peer`. All reasons are there.
     pub dropped: BTreeMap<&'static str, u64>,
-    /// Why packets are being dropped that should not be, as sentences without a full stop, each
-    /// with a command that helps.
-    pub problems: Vec<(String, String)>,
+    /// Why packets are being dropped that should not be.
+    pub problems: Vec<Trouble>,
 }
 
 /// The packets of a tunnel that an [`Annex`] refuses, counted since it began.
@@ -98,9 +98,8 @@ pub struct Refused {
     pub drops: bool,
     /// The packets by reason, such as `stranger`. All reasons are there.
     pub packets: BTreeMap<&'static str, u64>,
-    /// What is wrong if some of them grow, or if the annex cannot refuse packets, as sentences
-    /// without a full stop, each with a command that helps.
-    pub problems: Vec<(String, String)>,
+    /// What is wrong if some of them grow, or if the annex cannot refuse packets.
+    pub problems: Vec<Trouble>,
 }
 
 /// The time for which packets must be dropped before it is a problem. A new node may send before

@@ -12,7 +12,27 @@ pub struct ChangedBy {
     /// The protocol of the route or nexthop that was put; `None` for other objects and deletions.
     pub protocol: Option<u8>,
     /// The process that owns the socket, by [`ProcessNames`]; `None` if it was not found.
-    pub process: Option<Arc<str>>,
+    pub process: Option<Arc<Process>>,
+}
+
+/// A process that owns a netlink socket. `Display` is `ip (process 4711)`, or `probably ip (process
+/// 4711)`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Process {
+    /// The name of its program. The kernel shortens it to 15 bytes.
+    pub name: String,
+    /// Its id.
+    pub pid: u32,
+    /// Whether it surely owns the socket. Otherwise another process may own it.
+    pub is_certain: bool,
+}
+
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, pid, is_certain } = self;
+        f.write_str(if *is_certain { "" } else { "probably " })?;
+        write!(f, "{name} (process {pid})")
+    }
 }
 
 impl ChangedBy {
@@ -26,7 +46,7 @@ impl ChangedBy {
 impl fmt::Display for ChangedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.process {
-            Some(process) => f.write_str(process)?,
+            Some(process) => process.fmt(f)?,
             None => write!(f, "the netlink socket with port id {}", self.port)?,
         }
         self.protocol.map_or(Ok(()), |protocol| write!(f, " with route protocol {protocol}"))
@@ -36,8 +56,7 @@ impl fmt::Display for ChangedBy {
 /// Finds the processes that own netlink sockets.
 #[doc = include_str!("../../docs/process_names.md")]
 pub trait ProcessNames: fmt::Debug + Send + Sync {
-    /// The process that owns the netlink socket with this port id, for a message: `ip (process
-    /// 4711)`, or `probably ip (process 4711)` if it may be another one. `None`: no single process
-    /// was found, for example because it ended, or lookups are rate-limited now. Blocks.
-    fn name(&self, port: u32) -> Option<String>;
+    /// The process that owns the netlink socket with this port id. `None` if no single process was
+    /// found, for example because it ended, or because lookups are rate-limited now. Blocks.
+    fn name(&self, port: u32) -> Option<Process>;
 }

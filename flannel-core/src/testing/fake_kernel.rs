@@ -18,7 +18,7 @@ use self::tables::{Entry, Fault, Foreign, Listener, Tables};
 use crate::address::Subnet;
 use crate::kernel::{
     ChangedBy, Changes, Footprint, GoRouteKernel, GoRoutes, Invalidation, Kernel, KernelError,
-    KernelEvent, NexthopIds, Outcome, ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
+    KernelEvent, NexthopIds, Outcome, Process, ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
 };
 use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, Route, State, Via};
 use crate::runtime::lock;
@@ -427,9 +427,10 @@ impl GoRouteKernel for FakeKernel {
 }
 
 impl ProcessNames for FakeKernel {
-    fn name(&self, port: u32) -> Option<String> {
+    fn name(&self, port: u32) -> Option<Process> {
         self.lock().name_lookups += 1;
-        (port == Self::FOREIGN_PORT).then(|| format!("foreigner (process {port})"))
+        let is_foreign = port == Self::FOREIGN_PORT;
+        is_foreign.then(|| Process { name: "foreigner".into(), pid: port, is_certain: true })
     }
 }
 

@@ -1,10 +1,11 @@
 //! Checks of devices, the tunnel's port and checksums.
 
-use flannel_api::Finding;
+use flannel_core::Remedy;
 use flannel_core::address::Family;
 use flannel_core::object::Link;
 
 use crate::diagnosis::mtu::{Fault, Narrow};
+use crate::finding::{Check, Finding};
 use crate::inputs::devices::Devices;
 
 /// All faults of the devices.
@@ -20,7 +21,7 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
                     devices.backend
                 );
                 found.push(
-                    Finding::error("device", text)
+                    Finding::error(Check::Device, text)
                         .with_command(format!("ip link delete {name}"))
                         .into(),
                 );
@@ -29,9 +30,8 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
                 let text = format!(
                     "{name} is not there: no {family} packet of a pod reaches another host"
                 );
-                let repair =
-                    if devices.daemon { "flannelctl status" } else { "systemctl start flanneld" };
-                found.push(Finding::error("device", text).with_command(repair).into());
+                let remedy = if devices.daemon { Remedy::ShowStatus } else { Remedy::StartDaemon };
+                found.push(Finding::error(Check::Device, text).with_remedy(remedy).into());
             }
         }
     }
@@ -40,10 +40,12 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
             "UDP port {port} is taken by {program} (process {pid}): the kernel cannot receive \
              tunnel packets of peers"
         );
-        let repair = format!(
-            "kill {pid} # or flannelctl config set FILE, with another \"Port\" in its Backend"
+        let remedy = Remedy::run(format!("kill {pid}")).mention(
+            "or ",
+            Remedy::SetConfig,
+            ", with another \"Port\" in its Backend",
         );
-        found.push(Finding::error("port", text).with_command(repair).into());
+        found.push(Finding::error(Check::Port, text).with_remedy(remedy).into());
     }
     for name in devices.offloaded.iter().flatten().filter(|_| devices.checksums_matter()) {
         let text = format!(
@@ -51,17 +53,20 @@ pub fn check(devices: &Devices) -> Vec<Fault> {
              masqueraded: connections hang"
         );
         let repair = format!("ethtool -K {name} tx-checksum-ip-generic off");
-        found.push(Finding::error("checksum", text).with_command(repair).into());
+        found.push(Finding::error(Check::Checksum, text).with_command(repair).into());
     }
     found
 }
 
 fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
-    let (name, mut found) = (link.name, Vec::<Fault>::new());
+    let name = link.name;
+    let mut found: Vec<Fault> = Vec::new();
     if !link.up {
         let text = format!("{name} is down: no {family} packet of a pod reaches another host");
         found.push(
-            Finding::error("device", text).with_command(format!("ip link set {name} up")).into(),
+            Finding::error(Check::Device, text)
+                .with_command(format!("ip link set {name} up"))
+                .into(),
         );
     }
     if let Some(mac) = link.kind.attributes().mac()
@@ -71,14 +76,13 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
             "{name} has the MAC address {mac}, and this node's lease has {published}: {name} drops \
              all packets of peers"
         );
-        found
-            .push(Finding::error("device", text).with_command("systemctl restart flanneld").into());
+        found.push(Finding::error(Check::Device, text).with_remedy(Remedy::RestartDaemon).into());
     }
     if let Some(mtu) = devices.mtu.filter(|mtu| link.mtu < *mtu) {
         let text =
             format!("{name} takes packets of {} bytes, and pods have an MTU of {mtu}", link.mtu);
         found.push(
-            Finding::error("mtu", text)
+            Finding::error(Check::Mtu, text)
                 .with_command(format!("ip link set {name} mtu {mtu}"))
                 .into(),
         );
@@ -89,7 +93,10 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
         let text = format!(
             "{lower} takes packets of {mtu} bytes, and full ones through {name} need {needed}"
         );
-        found.push(Fault::new(Finding::error("mtu", text), Narrow::Uplink { takes: *mtu, needed }));
+        found.push(Fault::new(
+            Finding::error(Check::Mtu, text),
+            Narrow::Uplink { takes: *mtu, needed },
+        ));
     }
     found
 }
@@ -181,7 +188,7 @@ mod tests {
             change(&mut devices);
             let found = settle(check(&devices), &devices, &[Family::V4]);
             assert!(found.len() == 1 && found[0].text.contains(text), "{text}: {found:?}");
-            assert_eq!(found[0].repair.as_deref(), Some(repair));
+            assert_eq!(found[0].repair().as_deref(), Some(repair));
         }
         let mut devices = healthy();
         devices.kernel = Some([5, 4]);

@@ -3,11 +3,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use flannel_api::Finding;
+use flannel_core::Remedy;
 use nix::sys::statvfs::{FsFlags, statvfs};
 
-use crate::commands::{BEFORE_WRITING, mount_point};
 use crate::diagnosis::mtu::Fault;
+use crate::finding::{Check, Finding};
+use crate::remedy::{BEFORE_WRITING, mount_point};
 
 /// With less free space, in bytes, files may not be written. The subnet file and a lease take a
 /// page each, and a cache of thousands of leases a few hundred kilobytes. Of a small file system, a
@@ -44,25 +45,28 @@ fn fault(
     let what = format!("{}, the file system of {},", mount.display(), file.display());
     let mount = mount_point(&file.parent()?.to_string_lossy());
     let cannot = "the daemon cannot write that file";
-    let (text, repair) = if *read_only {
-        let repair = format!("mount -o remount,rw {mount} # {BEFORE_WRITING}");
-        (format!("{what} is read-only: {cannot}"), repair)
-    } else if *lacks_inodes {
+    if *read_only {
+        let remedy = Remedy::run(format!("mount -o remount,rw {mount}")).remark(BEFORE_WRITING);
+        let text = format!("{what} is read-only: {cannot}");
+        return Some(Finding::error(Check::Files, text).with_remedy(remedy));
+    }
+    if *lacks_inodes {
+        let remedy = Remedy::run(format!("du --inodes -x {mount} | sort -n | tail"))
+            .remark("then delete files there");
         let text = format!("{what} has no room for another file: {cannot}");
-        let repair = format!("du --inodes -x {mount} | sort -n | tail # then delete files there");
-        (text, repair)
-    } else if *free < LEAST.min(*size / 4) {
-        let may = if *free > 0 { "the daemon may not be able to write that file" } else { cannot };
-        let text = format!("{what} has {free} bytes of free space: {may}");
-        let repair = match kind.as_str() {
-            "tmpfs" => format!("mount -o remount,size={}k {mount}", size.div_ceil(512)),
-            _ => format!("du -x {mount} | sort -n | tail # then delete files there"),
-        };
-        (text, repair)
-    } else {
+        return Some(Finding::error(Check::Files, text).with_remedy(remedy));
+    }
+    if *free >= LEAST.min(*size / 4) {
         return None;
+    }
+    let may = if *free > 0 { "the daemon may not be able to write that file" } else { cannot };
+    let remedy = if kind == "tmpfs" {
+        Remedy::run(format!("mount -o remount,size={}k {mount}", size.div_ceil(512)))
+    } else {
+        Remedy::run(format!("du -x {mount} | sort -n | tail")).remark("then delete files there")
     };
-    Some(Finding::error("files", text).with_command(repair))
+    let text = format!("{what} has {free} bytes of free space: {may}");
+    Some(Finding::error(Check::Files, text).with_remedy(remedy))
 }
 
 /// Reads the file systems of these files. A file whose directory is not there is left out.
@@ -184,7 +188,7 @@ mod tests {
             change(&mut fs);
             let found = check(&[fs]).remove(0).finding;
             assert!(found.is_error() && found.text.contains(text), "{found:?}");
-            assert_eq!(found.repair, Some(format!("{before}{mount}{after}")));
+            assert_eq!(found.repair(), Some(format!("{before}{mount}{after}")));
         }
     }
 

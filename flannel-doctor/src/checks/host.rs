@@ -1,6 +1,6 @@
 //! Checks of the settings of this host that block packets of pods.
 //!
-//! Findings are derived from `HostFacts`. A value that cannot be read is no finding, but is
+//! Findings are derived from `HostFacts`. A value that cannot be read is not a finding, but is
 //! reported as unread. Neither the daemon's start nor its readiness depends on findings.
 
 mod arp;
@@ -13,54 +13,40 @@ mod routes;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use flannel_api::Finding;
 use flannel_core::address::{Dual, Family};
 use flannel_core::object::LinkName;
-use flannel_core::{Subnet, Subnets};
+use flannel_core::{Remedy, Subnet, Subnets};
 use flannel_firewall::{ForwardDrop, LegacyMemory};
 use flannel_netlink::Shadow;
 use flannel_netlink::foreign::{Attached, Rule, TableRoute};
 
-use crate::commands::change_address;
+use crate::finding::{Check, Finding};
+use crate::remedy::readdress;
 use limits::Tracked;
 use read::read;
 
 pub use changes::log_changes;
-pub use read::HostScene;
+pub use read::CheckedNetwork;
 
-/// The name of the check for a duplicate public address. The network's advisories report it too.
-pub const DUPLICATE: &str = "duplicate-address";
-
-/// The name of the check of the packets that a backend moves itself, which only the daemon makes.
-pub const DATA_PLANE: &str = "data-plane";
-
-/// The name of the check of the packets that the guard of a tunnel refuses, which only the daemon
-/// makes.
-pub const GUARD: &str = "guard";
-
-/// The names of all other checks.
-pub const CHECKS: [&str; 16] = [
-    "forwarding",
-    "rp-filter",
-    "arp",
-    "ip-rule",
-    "xdp",
-    "tc-filter",
-    "qdisc",
-    "forward-drop",
-    "clash",
-    "neighbours",
-    "conntrack",
-    "bridge-netfilter",
-    "route",
-    "pod-mtu",
-    DATA_PLANE,
-    GUARD,
+/// The checks of the host that runs a network.
+pub const CHECKS: [Check; 16] = [
+    Check::Forwarding,
+    Check::RpFilter,
+    Check::Arp,
+    Check::IpRule,
+    Check::Xdp,
+    Check::TcFilter,
+    Check::Qdisc,
+    Check::ForwardDrop,
+    Check::Clash,
+    Check::Neighbours,
+    Check::Conntrack,
+    Check::BridgeNetfilter,
+    Check::Route,
+    Check::PodMtu,
+    Check::DataPlane,
+    Check::Guard,
 ];
-
-/// The repair if a pod network contains addresses of hosts.
-const ANOTHER_NETWORK: &str =
-    "flannelctl config set FILE # with a Network that holds no address of a host";
 
 /// The inputs of the checks. A value that is `None`, or not in a map, could not be read.
 #[derive(Debug, Clone, Default)]
@@ -77,12 +63,13 @@ struct HostFacts {
     kubernetes: bool,
     /// `net.ipv4.ip_forward` and `net.ipv6.conf.all.forwarding`.
     forwarding: Dual<bool>,
-    /// `net.ipv4.conf.DEVICE.forwarding`. That of IPv6 has no effect on forwarding in Linux.
+    /// `net.ipv4.conf.DEVICE.forwarding`. The value for IPv6 has no effect on forwarding in Linux.
     device_forwarding: BTreeMap<LinkName, bool>,
-    /// The larger of `net.ipv4.conf.DEVICE.rp_filter` and that of `all`: 0 off, 1 strict, 2 loose.
+    /// The larger of `net.ipv4.conf.DEVICE.rp_filter` and `net.ipv4.conf.all.rp_filter`: 0 off, 1
+    /// strict, 2 loose.
     rp_filter: BTreeMap<LinkName, u8>,
-    /// `arp_ignore` of the external interface, the larger of its own value and that of `all`. No
-    /// value of `arp_announce` breaks anything.
+    /// `arp_ignore` of the external interface: the larger of its own value and the value of `all`.
+    /// No value of `arp_announce` breaks anything.
     arp_ignore: Option<u8>,
     /// `arp_filter` of the external interface or of `all` is on.
     arp_filter: Option<bool>,
@@ -133,8 +120,8 @@ pub struct HostReport {
 }
 
 /// Checks this host. Results of external programs may come from `memory`.
-pub async fn check_host(scene: HostScene, memory: &LegacyMemory) -> HostReport {
-    let facts = read(scene, memory).await;
+pub async fn check_host(network: CheckedNetwork, memory: &LegacyMemory) -> HostReport {
+    let facts = read(network, memory).await;
     // With many leases and routes it takes long. The task fails only if the runtime shuts down.
     let check = move || HostReport { findings: check(&facts), unread: facts.unread };
     tokio::task::spawn_blocking(check).await.unwrap_or_default()
@@ -171,7 +158,7 @@ fn forwarding(facts: &HostFacts) -> Vec<Finding> {
                 "{key} is 0: this host forwards no {family} packets, so no pod reaches another host"
             );
             found.push(
-                Finding::error("forwarding", text).with_command(format!("sysctl -w {key}=1")),
+                Finding::error(Check::Forwarding, text).with_command(format!("sysctl -w {key}=1")),
             );
         }
     }
@@ -184,9 +171,9 @@ fn forwarding(facts: &HostFacts) -> Vec<Finding> {
         let text = format!("{key} is 0: packets that arrive on {device} are not forwarded");
         let carries_pods = facts.uplink != Some(*device) || facts.tunnels.is_empty();
         let finding = if carries_pods {
-            Finding::error("forwarding", text)
+            Finding::error(Check::Forwarding, text)
         } else {
-            Finding::warning("forwarding", text)
+            Finding::warning(Check::Forwarding, text)
         };
         found.push(finding.with_command(format!("sysctl -w {key}=1")));
     }
@@ -213,7 +200,7 @@ fn rp_filter(facts: &HostFacts) -> Vec<Finding> {
         );
         // The kernel uses the larger of the values for the device and for `all`.
         let repair = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));
-        Finding::warning("rp-filter", text).with_command(repair)
+        Finding::warning(Check::RpFilter, text).with_command(repair)
     };
     strict.map(finding).collect()
 }
@@ -245,9 +232,14 @@ fn drops(facts: &HostFacts) -> Vec<Finding> {
                 drop.table, drop.chain, drop.table, drop.chain
             ),
         };
-        Finding::warning("forward-drop", text).with_command(repair)
+        Finding::warning(Check::ForwardDrop, text).with_command(repair)
     };
     facts.drops.iter().filter(concerns).map(finding).collect()
+}
+
+/// The remedy if a pod network contains addresses of hosts.
+fn another_network() -> Remedy {
+    Remedy::SetConfig.remark("with a Network that holds no address of a host")
 }
 
 fn clashes(facts: &HostFacts) -> Vec<Finding> {
@@ -263,7 +255,7 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
         let own = own.map(|own| own.to_string()).unwrap_or_default();
         found.push(match device.as_str() {
             "cni0" => Finding::error(
-                "clash",
+                Check::Clash,
                 format!(
                     "cni0 has {address}, which is not in this node's subnet {own}: new pods \
                     get no network"
@@ -271,16 +263,24 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
             )
             .with_command("ip link delete cni0"),
             _ => Finding::warning(
-                "clash",
+                Check::Clash,
                 format!(
                     "the pod network {network} contains {address}, an address of {device}: \
                     pods cannot reach it"
                 ),
             )
-            .with_command(ANOTHER_NETWORK),
+            .with_remedy(another_network()),
         });
     }
-    // An unsuitable network can contain the addresses of all nodes.
+    found.extend(networks_with_nodes(facts));
+    found.extend(same_addresses(facts));
+    found
+}
+
+/// Pod networks that contain public addresses of nodes. An unsuitable network can contain the
+/// addresses of all nodes.
+fn networks_with_nodes(facts: &HostFacts) -> Vec<Finding> {
+    let mut found = Vec::new();
     for (family, network) in facts.pod_networks.iter() {
         let address = |public: &Dual<IpAddr>| public[family].filter(|a| network.contains(*a));
         let mut inside = facts.peers.iter().filter_map(|(key, all)| Some((key, address(all)?)));
@@ -293,8 +293,14 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
             "the pod network {network} contains {address}, the public address of {subnets}{more}: \
              tunnel packets to it would go into the tunnel"
         );
-        found.push(Finding::error("clash", text).with_command(ANOTHER_NETWORK));
+        found.push(Finding::error(Check::Clash, text).with_remedy(another_network()));
     }
+    found
+}
+
+/// Leases of other nodes with an address of this host.
+fn same_addresses(facts: &HostFacts) -> Vec<Finding> {
+    let mut found = Vec::new();
     let here: BTreeMap<IpAddr, LinkName> =
         facts.addresses.iter().map(|(device, address)| (*address, *device)).collect();
     for (subnets, public) in &facts.peers {
@@ -309,17 +315,17 @@ fn clashes(facts: &HostFacts) -> Vec<Finding> {
                 "{subnets} is the lease of another node with this node's public address {address}: \
                  each node receives packets for the other"
             );
-            Finding::error(DUPLICATE, text)
+            Finding::error(Check::DuplicateAddress, text)
         } else if let Some((address, device)) = local() {
             let text = format!(
                 "{subnets} is the lease of another node with the public address {address}, which \
                  {device} of this host has: packets to that node come back"
             );
-            Finding::error("clash", text)
+            Finding::error(Check::Clash, text)
         } else {
             continue;
         };
-        found.push(finding.with_command(change_address(subnets)));
+        found.push(finding.with_remedy(readdress(subnets)));
     }
     found
 }
@@ -335,9 +341,9 @@ fn pods(facts: &HostFacts) -> Option<Finding> {
         large.len(),
         large.iter().max()?,
     );
-    let repair = "kubectl drain --ignore-daemonsets NODE && kubectl uncordon NODE # or restart \
-                  these pods: a new pod has the right MTU";
-    Some(Finding::warning("pod-mtu", text).with_command(repair))
+    let remedy = Remedy::run("kubectl drain --ignore-daemonsets NODE && kubectl uncordon NODE")
+        .remark("or restart these pods: a new pod has the right MTU");
+    Some(Finding::warning(Check::PodMtu, text).with_remedy(remedy))
 }
 
 /// Checks that bridged packets pass iptables. Services of Kubernetes need it for pods on a bridge.
@@ -353,7 +359,7 @@ fn bridge_calls(facts: &HostFacts) -> Vec<Finding> {
             "{key} is not 1: if pods on this host reach each other through a service, replies have \
              the wrong source address"
         );
-        Finding::warning("bridge-netfilter", text)
+        Finding::warning(Check::BridgeNetfilter, text)
             .with_command(format!("modprobe br_netfilter; sysctl -w {key}=1"))
     };
     families.filter(off).map(finding).collect()

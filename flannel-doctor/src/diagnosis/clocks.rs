@@ -1,8 +1,9 @@
 //! Compares the clocks of this host and of its peers.
 
-use flannel_api::Finding;
+use flannel_core::Remedy;
 
-use crate::commands::SET_CLOCK;
+use crate::finding::{Check, Finding};
+use crate::remedy::SET_CLOCK;
 
 /// The smallest difference that is a finding, in seconds. Certificates and tokens are made with a
 /// margin of some minutes.
@@ -31,7 +32,7 @@ pub(crate) fn clocks(ahead: &[(&str, i64)]) -> Option<Finding> {
         (differ, all) if all > 1 && differ == all && agree() => "here".to_owned(),
         _ => "on the host whose date is wrong".to_owned(),
     };
-    Some(Finding::warning("clock", text).with_command(format!("{SET_CLOCK} # {at}")))
+    Some(Finding::warning(Check::Clock, text).with_remedy(Remedy::run(SET_CLOCK).remark(at)))
 }
 
 #[cfg(test)]
@@ -58,7 +59,7 @@ mod tests {
         ] {
             let found = clocks(ahead).unwrap();
             assert!(!found.is_error() && found.text.contains(text), "{found:?}");
-            let repair = found.repair.unwrap();
+            let repair = found.repair().unwrap();
             assert!(
                 repair.starts_with("timedatectl set-ntp true # ") && repair.contains(at),
                 "{repair}"

@@ -1,8 +1,10 @@
 //! Finds a program that changes flannel's kernel objects again and again.
 
-use flannel_api::{Finding, RepairReport, RepairsReport};
+use flannel_api::{ProcessReport, RepairReport, RepairsReport};
+use flannel_core::Remedy;
 
-use crate::commands::{LOG, quoted};
+use crate::finding::{Check, Finding};
+use crate::remedy::quoted;
 
 /// Repairs that are closer together, in seconds, are of one change, such as a flush of all routes.
 const APART: f64 = 1.0;
@@ -24,7 +26,8 @@ pub fn contest(repairs: &RepairsReport, now: f64) -> Option<Finding> {
             changes.push(repair);
         }
     }
-    let (last, first) = (*changes.first()?, *changes.last()?);
+    let last = *changes.first()?;
+    let first = *changes.last()?;
     let span = last.at - first.at;
     let pause = span / changes.len().saturating_sub(1) as f64;
     if changes.len() < CHANGES || now - last.at > OVER.max(3.0 * pause) {
@@ -35,58 +38,65 @@ pub fn contest(repairs: &RepairsReport, now: f64) -> Option<Finding> {
         changes.len(),
         last.text
     );
-    Some(Finding::warning("repairs", text).with_command(stop(last.process.as_deref())))
+    Some(Finding::warning(Check::Repairs, text).with_remedy(stop(last.author.as_ref())))
 }
 
-/// The command that makes a process leave flannel's objects alone.
-fn stop(process: Option<&str>) -> String {
-    let file = |path: &str, text: &str, service: &str| {
-        format!(
-            "mkdir -p {path} && printf '{text}' > {path}/flannel.conf && systemctl restart \
-             {service}"
-        )
+/// Makes a process leave flannel's objects alone.
+fn stop(process: Option<&ProcessReport>) -> Remedy {
+    let Some(ProcessReport { name, pid, certain }) = process else {
+        return Remedy::ReadLog
+            .remark("has all repairs")
+            .remark("find the program, and make it leave them alone");
     };
-    match process.and_then(name_and_id) {
-        // The kernel shortens a name to 15 bytes.
-        Some(("systemd-network" | "probably systemd-network", _)) => {
-            let text = r"[Network]\nManageForeignRoutes=no\nManageForeignNextHops=no\n";
-            file("/etc/systemd/networkd.conf.d", text, "systemd-networkd")
-        }
-        Some(("NetworkManager" | "probably NetworkManager", _)) => {
-            let text = r"[keyfile]\nunmanaged-devices=interface-name:flannel*\n";
-            file("/etc/NetworkManager/conf.d", text, "NetworkManager")
-        }
-        Some((name, pid)) if name.starts_with("probably ") => format!(
-            "ps -fp {pid} # it may be another process with this id: find the program, and make it \
-             leave flannel's objects alone"
+    // The kernel shortens a name to 15 bytes.
+    match name.as_str() {
+        "systemd-network" => configure(
+            "/etc/systemd/networkd.conf.d",
+            r"[Network]\nManageForeignRoutes=no\nManageForeignNextHops=no\n",
+            "systemd-networkd",
+        ),
+        "NetworkManager" => configure(
+            "/etc/NetworkManager/conf.d",
+            r"[keyfile]\nunmanaged-devices=interface-name:flannel*\n",
+            "NetworkManager",
+        ),
+        _ if !certain => Remedy::run(format!("ps -fp {pid}")).remark(
+            "it may be another process with this id: find the program, and make it leave flannel's \
+             objects alone",
         ),
         // The process may have ended, and another one may have its id now.
-        Some((name, pid)) => format!(
-            "grep -xFe {} /proc/{pid}/comm && kill {pid} # or configure it so that it leaves \
-             flannel's objects alone",
-            quoted(name)
-        ),
-        None => format!("{LOG} # has all repairs; find the program, and make it leave them alone"),
+        name => {
+            let is_it = format!("grep -xFe {} /proc/{pid}/comm", quoted(name));
+            Remedy::run(format!("{is_it} && kill {pid}"))
+                .remark("or configure it so that it leaves flannel's objects alone")
+        }
     }
 }
 
-/// `ip` and 4711 of `ip (process 4711)`. The name begins with `probably ` if it may be another
-/// program.
-fn name_and_id(process: &str) -> Option<(&str, u32)> {
-    let (name, id) = process.strip_suffix(')')?.rsplit_once(" (process ")?;
-    Some((name, id.parse().ok()?))
+/// Writes a file to a directory of settings, and restarts the service that reads it.
+fn configure(directory: &str, text: &str, service: &str) -> Remedy {
+    Remedy::run(format!(
+        "mkdir -p {directory} && printf '{text}' > {directory}/flannel.conf && systemctl restart \
+         {service}"
+    ))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn repairs(process: Option<&str>, at: &[f64]) -> RepairsReport {
-        let process = process.map(str::to_owned);
-        let (text, last) = ("restored x, deleted by y".to_owned(), at.iter().rev());
-        let last =
-            last.map(|at| RepairReport { at: *at, text: text.clone(), process: process.clone() });
-        RepairsReport { total: at.len() as u64, last: last.collect() }
+    fn process(name: &str, pid: u32, certain: bool) -> Option<ProcessReport> {
+        Some(ProcessReport { name: name.to_owned(), pid, certain })
+    }
+
+    fn repairs(author: Option<&ProcessReport>, at: &[f64]) -> RepairsReport {
+        let repair = |at: &f64| RepairReport {
+            at: *at,
+            text: "restored x, deleted by y".to_owned(),
+            process: author.map(ToString::to_string),
+            author: author.cloned(),
+        };
+        RepairsReport { total: at.len() as u64, last: at.iter().rev().map(repair).collect() }
     }
 
     #[test]
@@ -110,36 +120,33 @@ mod tests {
 
     #[test]
     fn the_command_stops_the_program_or_configures_it() {
-        for (process, repair) in [
+        for (author, repair) in [
             (
-                Some("ip (process 4711)"),
+                process("ip", 4711, true),
                 "grep -xFe ip /proc/4711/comm && kill 4711 # or configure it",
             ),
             (
-                Some("a 'b (process 1) (process 47)"),
+                process("a 'b (process 1)", 47, true),
                 r"grep -xFe 'a '\''b (process 1)' /proc/47/comm && kill 47 #",
             ),
+            (process("ip", 47, false), "ps -fp 47 # it may be another process with this id"),
             (
-                Some("probably ip (process 47)"),
-                "ps -fp 47 # it may be another process with this id",
-            ),
-            (
-                Some("systemd-network (process 47)"),
+                process("systemd-network", 47, true),
                 "mkdir -p /etc/systemd/networkd.conf.d && printf '[Network]\\n\
                  ManageForeignRoutes=no\\nManageForeignNextHops=no\\n' > \
                  /etc/systemd/networkd.conf.d/flannel.conf && systemctl restart systemd-networkd",
             ),
             (
-                Some("NetworkManager (process 47)"),
+                process("NetworkManager", 47, false),
                 "mkdir -p /etc/NetworkManager/conf.d && printf '[keyfile]\\nunmanaged-devices=\
                  interface-name:flannel*\\n' > /etc/NetworkManager/conf.d/flannel.conf && \
                  systemctl restart NetworkManager",
             ),
-            (None, LOG),
+            (None, "journalctl -u flanneld # has all repairs; find the program, and make it leave"),
         ] {
-            let found = contest(&repairs(process, &[1.0, 2.0, 3.0]), 3.0).unwrap();
+            let found = contest(&repairs(author.as_ref(), &[1.0, 2.0, 3.0]), 3.0).unwrap();
             assert!(found.text.ends_with("3 times in 2 s: restored x, deleted by y"), "{found:?}");
-            assert!(found.repair.as_ref().unwrap().starts_with(repair), "{found:?}");
+            assert!(found.repair().unwrap().starts_with(repair), "{found:?}");
         }
     }
 }

@@ -8,11 +8,16 @@
 use std::net::SocketAddr;
 use std::time::SystemTime;
 
-use flannel_api::Finding;
+use flannel_api::Severity;
+use flannel_core::Remedy;
+use flannel_core::object::PublicKey;
+use flannel_core::remedy::Trouble;
 
-use crate::commands::SET_CLOCK;
+use crate::finding::{Check, Finding};
+
 use crate::inputs::handshakes::Handshake;
 use crate::path_probe::FarEnd;
+use crate::remedy::SET_CLOCK;
 
 /// The smallest difference that shows that a clock was set back, in seconds. The clocks of two
 /// hosts differ by less.
@@ -24,7 +29,8 @@ pub(crate) fn clock(key: &str, facts: &Handshake, silent: bool) -> Option<Findin
     let seconds = |time: SystemTime| {
         time.duration_since(SystemTime::UNIX_EPOCH).ok().map(|since| since.as_secs() as i64)
     };
-    let (here, now) = (&facts.before, seconds(facts.time)?);
+    let here = &facts.before;
+    let now = seconds(facts.time)?;
     let last_here = here.handshake.and_then(seconds);
     let there = facts.there[0].as_ref();
     let peer = there.and_then(|there| there.peer.as_ref());
@@ -39,101 +45,154 @@ pub(crate) fn clock(key: &str, facts: &Handshake, silent: bool) -> Option<Findin
         last_there.is_some_and(|last| last > there.time)
             || unanswered_there && last_here.is_some_and(|last| last > there.time + SET_BACK)
     });
-    let (whose, other, at, place, of) = match (is_back, is_back_there) {
-        (true, _) => ("this host".to_owned(), key, "here".to_owned(), "there", facts.key),
-        (_, true) => {
-            let at = format!("on the node of {key}");
-            (key.to_owned(), "this host", at, "here", here.key)
-        }
+    let set_back = match (is_back, is_back_there) {
+        (true, _) => SetBack {
+            whose: "this host",
+            other: key,
+            at: "here".to_owned(),
+            place: "there",
+            stale_key: facts.key,
+        },
+        (_, true) => SetBack {
+            whose: key,
+            other: "this host",
+            at: format!("on the node of {key}"),
+            place: "here",
+            stale_key: here.key,
+        },
         _ => return None,
     };
+    let SetBack { whose, other, at, place, stale_key } = set_back;
     let text = format!(
         "the clock of {whose} was set back, to a time before its last handshake: {other} ignores \
          the handshakes that {whose} begins"
     );
-    let repair = format!(
-        "{SET_CLOCK} # {at}; if that clock is right now: wg set {} peer '{of}' remove, {place}; \
-         flannel puts it back",
-        facts.link
-    );
-    let made = if silent { Finding::error } else { Finding::warning };
-    Some(made("clock", text).with_command(repair))
+    let remedy = Remedy::run(SET_CLOCK)
+        .remark(at)
+        .remark(format!(
+            "if that clock is right now: wg set {} peer '{stale_key}' remove, {place}",
+            facts.link
+        ))
+        .remark("flannel puts it back");
+    let severity = if silent { Severity::Error } else { Severity::Warning };
+    Some(Finding::new(Check::Clock, severity, text).with_remedy(remedy))
 }
 
-/// The fault of a tunnel through which the peer does not reply. `None`: the counters show none, or
-/// the whole host is silent.
+/// A node whose clock was set back.
+struct SetBack<'a> {
+    whose: &'a str,
+    /// The node that ignores its handshakes.
+    other: &'a str,
+    /// Where the clock is set right.
+    at: String,
+    /// Where the last handshake is forgotten.
+    place: &'static str,
+    /// The key of the node whose clock was set back.
+    stale_key: PublicKey,
+}
+
+/// The fault of a tunnel through which the peer does not reply. `None` if the counters show no
+/// fault, or if the whole host is silent.
 pub(crate) fn trouble(key: &str, facts: &Handshake, public_replies: bool) -> Option<Finding> {
     if !public_replies && !facts.is_alive() {
         return None;
     }
-    let (here, port) = (&facts.after, facts.port);
-    let no_handshake = !here.is_fresh();
     let node = format!("on the node of {key}");
-    let restart = |at: &str| format!("systemctl restart flanneld # {at}: it publishes its lease");
-    let accept = |to: Option<SocketAddr>, port: u16, at: &str| {
-        let v6 = to.is_some_and(|to| to.is_ipv6());
-        let program = if v6 { "ip6tables" } else { "iptables" };
-        format!("{program} -I INPUT -p udp --dport {port} -j ACCEPT # {at}; else on the way")
-    };
-    let to_port = here.endpoint.map_or(0, |to| to.port());
     let far = facts.there.iter().flatten().next_back();
-    let arrived = (facts.arrived_there(), facts.arrived_here());
-    let (text, repair) = match far {
-        Some(FarEnd { key: theirs, .. }) if *theirs != here.key => (
-            format!("its device has the public key {theirs}, and its lease has {}", here.key),
-            restart(&node),
-        ),
-        Some(FarEnd { peer: None, .. }) => (
-            "it has no peer for this node: it has not got this node's lease, or rejects it".into(),
-            format!("flannelctl peers # {node}"),
-        ),
-        Some(FarEnd { peer: Some(peer), .. }) if peer.key != facts.key => (
-            format!("it knows this node by the public key {}, not by {}", peer.key, facts.key),
-            restart("here"),
-        ),
-        Some(FarEnd { peer: Some(peer), .. }) if peer.psk != facts.psk => (
-            "it has another preshared key (PSK, PSKFile) than this node".into(),
-            "systemctl restart flanneld # on both nodes, once the file of PSKFile is the same there"
-                .into(),
-        ),
-        _ if arrived == (Some(true), true) => return None,
-        _ if arrived == (Some(true), false) => (
-            format!("its packets do not arrive at UDP port {port} here, and it gets those of here"),
-            accept(here.endpoint, port, "here"),
-        ),
-        Some(far) if far.port != to_port => (
-            format!("it receives at UDP port {}, and packets to it go to port {to_port}", far.port),
-            restart(&node),
-        ),
-        _ if facts.refused => (
-            format!("its UDP port {to_port} is closed: there is no device, or a firewall rejects"),
-            format!("flannelctl doctor # {node}; else {}", accept(here.endpoint, to_port, "there")),
-        ),
-        None if arrived.1 && no_handshake => (
+    let disagreement = far.and_then(|far| disagreement(far, facts, &node));
+    let Trouble { text, remedy } = disagreement.or_else(|| lost_packets(far, facts, &node))?;
+    let what = if facts.after.is_fresh() { "the tunnel is broken" } else { "no handshake" };
+    let text = format!("{what} with {key}: {text}");
+    Some(Finding::error(Check::Handshake, text).with_remedy(remedy))
+}
+
+/// Keys that the two ends do not agree on. `node` names the node of the far end.
+fn disagreement(far: &FarEnd, facts: &Handshake, node: &str) -> Option<Trouble> {
+    let known = facts.after.key;
+    if far.key != known {
+        let theirs = far.key;
+        let text = format!("its device has the public key {theirs}, and its lease has {known}");
+        return Some(Trouble::new(text, restart(node)));
+    }
+    let Some(peer) = &far.peer else {
+        let text = "it has no peer for this node: it has not got this node's lease, or rejects it";
+        return Some(Trouble::new(text, Remedy::ListPeers.remark(node)));
+    };
+    if peer.key != facts.key {
+        let text =
+            format!("it knows this node by the public key {}, not by {}", peer.key, facts.key);
+        return Some(Trouble::new(text, restart("here")));
+    }
+    if peer.psk != facts.psk {
+        let text = "it has another preshared key (PSK, PSKFile) than this node";
+        let remedy = Remedy::RestartDaemon
+            .remark("on both nodes, once the file of PSKFile is the same there");
+        return Some(Trouble::new(text, remedy));
+    }
+    None
+}
+
+/// Packets that are lost between two ends that agree on their keys. `None` if packets arrive at
+/// both ends.
+fn lost_packets(far: Option<&FarEnd>, facts: &Handshake, node: &str) -> Option<Trouble> {
+    let here = &facts.after;
+    let port = facts.port;
+    let to_port = here.endpoint.map_or(0, |to| to.port());
+    let arrived_here = facts.arrived_here();
+    if facts.arrived_there() == Some(true) {
+        let text =
+            format!("its packets do not arrive at UDP port {port} here, and it gets those of here");
+        return (!arrived_here).then(|| Trouble::new(text, accept(here.endpoint, port, "here")));
+    }
+    if let Some(far) = far.filter(|far| far.port != to_port) {
+        let text =
+            format!("it receives at UDP port {}, and packets to it go to port {to_port}", far.port);
+        return Some(Trouble::new(text, restart(node)));
+    }
+    if facts.refused {
+        let text =
+            format!("its UDP port {to_port} is closed: there is no device, or a firewall rejects");
+        let accept = accept(here.endpoint, to_port, "there");
+        let remedy = Remedy::ExamineNode.remark(node).mention("else ", accept, "");
+        return Some(Trouble::new(text, remedy));
+    }
+    Some(match far {
+        None if arrived_here && !here.is_fresh() => Trouble::new(
             format!(
                 "its packets arrive here: packets to its UDP port {to_port} are lost, or the \
                  preshared keys (PSK, PSKFile) differ"
             ),
-            format!("flannelctl doctor # {node}"),
+            Remedy::ExamineNode.remark(node),
         ),
-        _ if arrived.1 => (
+        _ if arrived_here => Trouble::new(
             format!("packets to its UDP port {to_port} do not arrive, and those from it arrive"),
-            accept(here.endpoint, to_port, &node),
+            accept(here.endpoint, to_port, node),
         ),
-        Some(_) => (
+        Some(_) => Trouble::new(
             format!("no packet arrives, at UDP port {to_port} there and {port} here"),
             accept(here.endpoint, to_port, "on both hosts"),
         ),
-        None => (
+        None => Trouble::new(
             format!(
                 "nothing comes from it: UDP port {to_port} may be blocked there or on the way, or \
                  it does not know this node's public key"
             ),
-            format!("flannelctl doctor # {node}"),
+            Remedy::ExamineNode.remark(node),
         ),
-    };
-    let what = if no_handshake { "no handshake" } else { "the tunnel is broken" };
-    Some(Finding::error("handshake", format!("{what} with {key}: {text}")).with_command(repair))
+    })
+}
+
+/// Restarts a daemon, so that it publishes its lease again.
+fn restart(at: &str) -> Remedy {
+    Remedy::RestartDaemon.remark(format!("{at}: it publishes its lease"))
+}
+
+/// Accepts packets to an address and a port.
+fn accept(to: Option<SocketAddr>, port: u16, at: &str) -> Remedy {
+    let program = if to.is_some_and(|to| to.is_ipv6()) { "ip6tables" } else { "iptables" };
+    Remedy::run(format!("{program} -I INPUT -p udp --dport {port} -j ACCEPT"))
+        .remark(at)
+        .remark("else on the way")
 }
 
 #[cfg(test)]
@@ -141,7 +200,7 @@ mod tests {
     use std::time::Duration;
 
     use flannel_core::address::Dual;
-    use flannel_core::object::{PublicKey, Secret};
+    use flannel_core::object::Secret;
     use flannel_netlink::Session;
 
     use super::*;
@@ -285,9 +344,9 @@ mod tests {
             let mut facts = blocked();
             change(&mut facts);
             let found = trouble(KEY, &facts, true).unwrap();
-            assert!(found.is_error() && found.check == "handshake", "{found:?}");
+            assert!(found.is_error() && found.check == Check::Handshake, "{found:?}");
             assert!(found.text.contains(text), "{text}: {found:?}");
-            assert!(found.repair.as_ref().unwrap().starts_with(repair), "{repair}: {found:?}");
+            assert!(found.repair().unwrap().starts_with(repair), "{repair}: {found:?}");
             assert_eq!(clock(KEY, &facts, true), None, "{text}");
         }
     }
@@ -364,7 +423,7 @@ mod tests {
                 KEY => (facts.before.key, "remove, here"),
                 _ => (facts.key, "remove, there"),
             };
-            let repair = found.repair.as_ref().unwrap();
+            let repair = found.repair().unwrap();
             assert!(repair.contains(&format!("'{of}' {place}")), "{repair}");
             assert!(found.is_error() && !clock(KEY, &facts, false).unwrap().is_error());
         }

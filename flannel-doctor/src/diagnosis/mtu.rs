@@ -5,9 +5,10 @@
 
 use std::net::IpAddr;
 
-use flannel_api::Finding;
+use flannel_core::Remedy;
 use flannel_core::address::Family;
 
+use crate::finding::Finding;
 use crate::inputs::devices::Devices;
 
 /// A finding, with the place on the path that caused it by its small MTU.
@@ -73,13 +74,13 @@ pub fn settle(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec
     let least = Least::new(devices, families);
     let all = || faults.iter().filter_map(|fault| fault.narrow);
     let unknown = all().any(|narrow| narrow.takes().is_none());
-    let repair = narrowest(all()).map(|narrow| repair(narrow, unknown, devices, &least));
+    let remedy = narrowest(all()).map(|narrow| remedy(narrow, unknown, devices, &least));
     let settled = |Fault { mut finding, narrow }| {
         let Some(narrow) = narrow else { return finding };
         if let Some(takes) = narrow.takes().filter(|takes| *takes < least.bytes) {
             finding.text += &format!(": {takes} bytes are too few for {}", least.text);
         }
-        finding.repair.clone_from(&repair);
+        finding.remedy.clone_from(&remedy);
         finding
     };
     faults.into_iter().map(settled).collect()
@@ -98,19 +99,18 @@ impl Least {
     fn new(devices: &Devices, families: &[Family]) -> Self {
         let needs = |family: &Family| family.least_mtu() + devices.overhead(*family);
         let family = families.iter().copied().max_by_key(needs).unwrap_or(Family::V4);
-        let (bytes, through) = (
-            needs(&family),
-            if devices.datapath.devices.is_empty() { "" } else { " through the tunnel" },
-        );
+        let bytes = needs(&family);
+        let through = if devices.datapath.devices.is_empty() { "" } else { " through the tunnel" };
         // RFC 8200, section 5.
         let every_path = Family::V6.least_mtu() + devices.overhead(family);
         Self { bytes, text: format!("{family}{through}, which takes {bytes}"), every_path }
     }
 }
 
-fn repair(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> String {
+fn remedy(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> Remedy {
     let uplink = devices.uplink.map_or_else(|| "DEVICE".to_owned(), |name| name.to_string());
-    let patch = |mtu: u32| format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
+    let patch = |mtu: u32| Remedy::PatchConfig(format!("{{\"Backend\": {{\"MTU\": {mtu}}}}}"));
+    let set_uplink = |mtu: u32| Remedy::run(format!("ip link set {uplink} mtu {mtu}"));
     let kept = |mtu: u32| {
         format!(
             "to keep it over a reboot, change the host's network settings: mtu: {mtu} (netplan), \
@@ -118,47 +118,41 @@ fn repair(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> St
         )
     };
     match (narrow, devices.datapath.devices.is_empty()) {
-        (Narrow::Uplink { takes, needed }, _) if takes < least.bytes => {
-            format!(
-                "ip link set {uplink} mtu {needed} # {} bytes at least; {}",
-                least.bytes,
-                kept(needed)
-            )
+        (Narrow::Uplink { takes, needed }, _) if takes < least.bytes => set_uplink(needed)
+            .remark(format!("{} bytes at least", least.bytes))
+            .remark(kept(needed)),
+        (Narrow::Way { to, takes: Some(takes) }, _) if takes < least.bytes => {
+            Remedy::run(format!("tracepath -n {to}")).remark(format!(
+                "the underlay must be repaired: its narrowest link must take {} bytes at least",
+                least.bytes
+            ))
         }
-        (Narrow::Way { to, takes: Some(takes) }, _) if takes < least.bytes => format!(
-            "tracepath -n {to} # the underlay must be repaired: its narrowest link must take {} \
-             bytes at least",
-            least.bytes
-        ),
-        (Narrow::Uplink { takes, needed }, false) => format!(
-            "{} # if the MTU of {uplink} is a mistake: ip link set {uplink} mtu {needed}; {}",
-            patch(takes),
-            kept(needed)
-        ),
+        (Narrow::Uplink { takes, needed }, false) => patch(takes)
+            .remark(format!(
+                "if the MTU of {uplink} is a mistake: ip link set {uplink} mtu {needed}"
+            ))
+            .remark(kept(needed)),
         (Narrow::Way { takes: Some(takes), .. }, false) if unknown => {
-            format!(
-                "{} # then run the doctor again: the MTU of some paths is not known",
-                patch(takes)
-            )
+            patch(takes).remark("then run the doctor again: the MTU of some paths is not known")
         }
         (Narrow::Way { takes: Some(takes), .. }, false) => patch(takes),
         (Narrow::Way { takes: None, .. }, false) => {
-            format!("{} # if the MTU of the path is known, use that", patch(least.every_path))
+            patch(least.every_path).remark("if the MTU of the path is known, use that")
         }
-        (Narrow::Uplink { takes, needed }, true) => format!(
-            "systemctl restart flanneld # then new pods use the {takes} bytes of {uplink}; if its \
-             MTU is a mistake: ip link set {uplink} mtu {needed}; {}",
-            kept(needed)
-        ),
-        (Narrow::Way { to, takes: Some(takes) }, true) => format!(
-            "ip link set {uplink} mtu {takes} # on every node, unless the link that tracepath -n \
-             {to} shows can take more; {}",
-            kept(takes)
-        ),
-        (Narrow::Way { to, takes: None }, true) => format!(
-            "tracepath -n {to} # raise the MTU of the narrowest link, or lower the MTU of every \
-             node's external interface"
-        ),
+        (Narrow::Uplink { takes, needed }, true) => Remedy::RestartDaemon
+            .remark(format!("then new pods use the {takes} bytes of {uplink}"))
+            .remark(format!("if its MTU is a mistake: ip link set {uplink} mtu {needed}"))
+            .remark(kept(needed)),
+        (Narrow::Way { to, takes: Some(takes) }, true) => set_uplink(takes)
+            .remark(format!(
+                "on every node, unless the link that tracepath -n {to} shows can take more"
+            ))
+            .remark(kept(takes)),
+        (Narrow::Way { to, takes: None }, true) => Remedy::run(format!("tracepath -n {to}"))
+            .remark(
+                "raise the MTU of the narrowest link, or lower the MTU of every node's external \
+             interface",
+            ),
     }
 }
 
@@ -167,13 +161,14 @@ mod tests {
     use flannel_core::address::Dual;
 
     use super::*;
+    use crate::finding::Check;
     use crate::fixture::devices as vxlan_devices;
 
     const BOTH: [Family; 2] = Family::BOTH;
 
     fn way(n: u8, takes: Option<u32>) -> Fault {
         let to = IpAddr::from([192, 0, 2, n]);
-        Fault::new(Finding::error("path-mtu", format!("peer {n}")), Narrow::Way { to, takes })
+        Fault::new(Finding::error(Check::PathMtu, format!("peer {n}")), Narrow::Way { to, takes })
     }
 
     fn devices(tunnels: Dual<&str>) -> Devices {
@@ -186,7 +181,7 @@ mod tests {
     fn repairs(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<String> {
         settle(faults, devices, families)
             .into_iter()
-            .map(|f| f.repair.unwrap_or_default())
+            .map(|f| f.repair().unwrap_or_default())
             .collect()
     }
 
@@ -209,7 +204,7 @@ mod tests {
         let both = devices(Dual { v4: Some("flannel.1"), v6: Some("flannel-v6.1") });
         assert_eq!(repairs(vec![way(7, None)], &both, &BOTH), [patch(1350) + guess]);
         // Other findings keep their own repair.
-        let other = Finding::error("tunnel", "x").with_command("y");
+        let other = Finding::error(Check::Tunnel, "x").with_command("y");
         assert_eq!(
             repairs(vec![other.into(), way(7, Some(1400))], &four, &[Family::V4]),
             ["y".to_owned(), patch(1400)]
@@ -231,8 +226,9 @@ mod tests {
             for takes in [least - 1, least] {
                 let found =
                     settle(vec![way(7, Some(takes)), way(8, Some(1400))], devices, families);
-                let (text, repair) = (&found[0].text, found[0].repair.as_deref().unwrap());
-                assert_eq!(Some(repair), found[1].repair.as_deref());
+                let text = &found[0].text;
+                let repair = found[0].repair().unwrap();
+                assert_eq!(Some(&repair), found[1].repair().as_ref());
                 assert_eq!(found[1].text, "peer 8");
                 let too_few = text.contains(&format!("{takes} bytes are too few for IPv"));
                 assert_eq!(too_few, takes < least, "{text}");
@@ -249,7 +245,8 @@ mod tests {
         // This host's own interface.
         let own = |takes| {
             let narrow = Narrow::Uplink { takes, needed: 1500 };
-            repairs(vec![Fault::new(Finding::error("mtu", "x"), narrow)], &both, &BOTH).remove(0)
+            repairs(vec![Fault::new(Finding::error(Check::Mtu, "x"), narrow)], &both, &BOTH)
+                .remove(0)
         };
         assert!(
             own(1349).starts_with("ip link set eth0 mtu 1500 # 1350 bytes at least; to keep"),

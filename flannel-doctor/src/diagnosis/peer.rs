@@ -5,30 +5,31 @@
 
 use std::net::IpAddr;
 
-use flannel_api::Finding;
+use flannel_core::Remedy;
 use flannel_core::backend::Inlet;
 
-use crate::commands::release;
 use crate::diagnosis::handshake;
 use crate::diagnosis::mtu::{Fault, Narrow};
+use crate::finding::{Check, Finding};
 use crate::inputs::devices::Devices;
-use crate::inputs::echo::Answer;
+use crate::inputs::echo::EchoResult;
 use crate::inputs::handshakes::Handshake;
 use crate::inputs::peers::Question;
 use crate::path_probe::client::{PathProbe, Segments};
 
-/// The answers of one peer in one family.
+/// What is known about one peer in one family: the evidence of a diagnosis.
 #[derive(Debug, Clone, Default)]
-pub struct Answers {
-    /// The answers of the tunnel address to echoes of small and full size; `None`: none was sent.
-    pub tunnel: Option<[Answer; 2]>,
+pub struct PeerEvidence {
+    /// The answers of the tunnel address to echoes of small and of full size, or `None` if no echo
+    /// was sent.
+    pub tunnel: Option<[EchoResult; 2]>,
     /// The answers of the public address.
-    pub public: Option<[Answer; 2]>,
+    pub public: Option<[EchoResult; 2]>,
     /// The result of the path probe.
     pub path: PathProbe,
     /// The largest echo that passes, in bytes, if the path was searched.
     pub passes: Option<u16>,
-    /// The state of the encrypted tunnel; `None`: there is none, or it could not be read.
+    /// The state of the encrypted tunnel, or `None` if there is no tunnel or it cannot be read.
     pub handshake: Option<Handshake>,
 }
 
@@ -41,7 +42,7 @@ struct Case<'a> {
     /// The size of a full packet to that address, in bytes.
     full: u16,
     question: &'a Question,
-    answers: &'a Answers,
+    answers: &'a PeerEvidence,
     devices: &'a Devices,
 }
 
@@ -49,7 +50,7 @@ struct Case<'a> {
 pub fn diagnose(
     key: &str,
     question: &Question,
-    answers: &Answers,
+    answers: &PeerEvidence,
     devices: &Devices,
 ) -> Vec<Fault> {
     let (address, full, [small, big]) =
@@ -59,21 +60,21 @@ pub fn diagnose(
             _ => return Vec::new(),
         };
     let case = Case { key, address, full, question, answers, devices };
-    if let Answer::NotSent(error) = small {
+    if let EchoResult::NotSent(error) = small {
         let text = format!("{address} of {key} cannot be asked: {error}");
         return vec![
-            Finding::error("route", text).with_command(format!("flannelctl why {address}")).into(),
+            Finding::error(Check::Route, text).with_remedy(Remedy::Explain(address)).into(),
         ];
     }
     let segments = answers.path.segments.as_ref();
     let lost = || segments.and_then(|segments| case.lost(segments));
     let mut found: Vec<Fault> = Vec::new();
-    let silent = *small == Answer::Nothing;
+    let silent = *small == EchoResult::Nothing;
     let clock = answers.handshake.as_ref().and_then(|facts| handshake::clock(key, facts, silent));
     found.extend(clock.map(Fault::from));
     match (replied(small), replied(big)) {
         // Without echoes only the path probe counts.
-        _ if *small == Answer::NotAllowed => found.extend(lost()),
+        _ if *small == EchoResult::NotAllowed => found.extend(lost()),
         // The clock explains it.
         (false, _) if !found.is_empty() => {}
         // A node that answers the path probe is reachable, but ignores echoes.
@@ -90,14 +91,14 @@ pub fn diagnose(
     found
 }
 
-fn replied(answer: &Answer) -> bool {
-    matches!(answer, Answer::Reply(_))
+fn replied(answer: &EchoResult) -> bool {
+    matches!(answer, EchoResult::Reply(_))
 }
 
 impl Case<'_> {
     /// The fault if no echo passes through an encrypted tunnel, and the reason is known.
     fn no_handshake(&self) -> Option<Finding> {
-        let Answers { public, handshake, .. } = self.answers;
+        let PeerEvidence { public, handshake, .. } = self.answers;
         let public_replies = public.as_ref().is_some_and(|[small, _]| replied(small));
         handshake::trouble(self.key, handshake.as_ref()?, public_replies)
     }
@@ -110,10 +111,6 @@ impl Case<'_> {
         if answers.tunnel.is_some() && public_replies {
             let inlet = self.devices.datapath.inlets.first();
             let what = inlet.map_or_else(|| "the tunnel".to_owned(), ToString::to_string);
-            let at = match answers.path.acknowledged {
-                0 => "on both hosts; else flannelctl doctor, there",
-                _ => "here",
-            };
             let likely = match answers.path.acknowledged {
                 0 => format!(
                     "{what} may be blocked here, on the way or there, or flannel does not work \
@@ -142,10 +139,14 @@ impl Case<'_> {
             let packets = match inlet {
                 Some(Inlet::Udp(port)) => format!("udp --dport {port}"),
                 Some(Inlet::Protocol(number)) => number.to_string(),
-                _ => return Finding::error("tunnel", text),
+                _ => return Finding::error(Check::Tunnel, text),
             };
-            return Finding::error("tunnel", text)
-                .with_command(format!("{program} -I INPUT -p {packets} -j ACCEPT # {at}"));
+            let accept = Remedy::run(format!("{program} -I INPUT -p {packets} -j ACCEPT"));
+            let remedy = match answers.path.acknowledged {
+                0 => accept.mention("on both hosts; else ", Remedy::ExamineNode, ", there"),
+                _ => accept.remark("here"),
+            };
+            return Finding::error(Check::Tunnel, text).with_remedy(remedy);
         }
         let neither = if answers.tunnel.is_some() && answers.public.is_some() {
             format!(
@@ -154,21 +155,22 @@ impl Case<'_> {
         } else {
             format!(", at {address}")
         };
-        Finding::error("peer", format!("no reply from {key}{neither}")).with_command(release(key))
+        Finding::error(Check::Peer, format!("no reply from {key}{neither}"))
+            .with_remedy(Remedy::ReleaseLease(key.to_string()))
     }
 
     /// The fault if only small echoes are answered.
-    fn too_big(&self, answer: &Answer) -> Fault {
+    fn too_big(&self, answer: &EchoResult) -> Fault {
         let Self { key, address, full, answers, .. } = self;
         let reported = answers.path.segments.as_ref().map_or(0, |report| report.largest_datagram);
         let arrived = reported.max(answers.path.acknowledged);
         let what = match answer {
-            Answer::TooBig(Some(most)) => format!("are too big: at most {most} bytes pass"),
-            Answer::TooBig(None) if self.own_device_is_less() => {
+            EchoResult::TooBig(Some(most)) => format!("are too big: at most {most} bytes pass"),
+            EchoResult::TooBig(None) if self.own_device_is_less() => {
                 "are more than this host's own device takes".to_owned()
             }
             // The kernel refuses it for another reason.
-            Answer::TooBig(None) => match answers.passes {
+            EchoResult::TooBig(None) => match answers.passes {
                 Some(most) => format!("are too big: at most {most} bytes pass"),
                 None => "are too big for the path MTU that this host knows".to_owned(),
             },
@@ -182,8 +184,8 @@ impl Case<'_> {
         };
         let text =
             format!("packets of {full} bytes, which pods may send, to {address} of {key} {what}");
-        let found = Finding::error("path-mtu", text);
-        if let (Answer::TooBig(None), Some(device), Some(takes), true) =
+        let found = Finding::error(Check::PathMtu, text);
+        if let (EchoResult::TooBig(None), Some(device), Some(takes), true) =
             (answer, self.question.device, self.question.takes, self.own_device_is_less())
         {
             // Only the tunnel belongs to flannel. The external interface may be set so on purpose.
@@ -193,16 +195,17 @@ impl Case<'_> {
                 Fault::new(found, Narrow::Uplink { takes, needed: u32::from(*full) })
             };
         }
-        let most = |answer: &Answer| if let Answer::TooBig(most) = answer { *most } else { None };
+        let most =
+            |answer: &EchoResult| if let EchoResult::TooBig(most) = answer { *most } else { None };
         let inner = most(answer).or_else(|| answers.passes.map(u32::from));
         let public = answers.public.as_ref().and_then(|[_, big]| most(big));
         self.narrow(found, inner, public)
     }
 
     /// Whether the route has an MTU that passes, so that pods send no larger packets.
-    fn is_avoided(&self, answer: &Answer) -> bool {
+    fn is_avoided(&self, answer: &EchoResult) -> bool {
         let passes = match answer {
-            Answer::TooBig(Some(most)) => Some(*most),
+            EchoResult::TooBig(Some(most)) => Some(*most),
             _ => self.answers.passes.map(u32::from),
         };
         let mtu = self.question.route_mtu.filter(|_| !self.own_device_is_less());
@@ -215,7 +218,7 @@ impl Case<'_> {
 
     /// The fault if tunnel packets are fragmented on the path.
     fn fragmented(&self) -> Option<Fault> {
-        let ((public, size), Some([_, Answer::TooBig(Some(most))])) =
+        let ((public, size), Some([_, EchoResult::TooBig(Some(most))])) =
             (self.question.public?, &self.answers.public)
         else {
             return None;
@@ -226,7 +229,7 @@ impl Case<'_> {
              most {most} pass",
             self.key
         );
-        Some(self.narrow(Finding::warning("path-mtu", text), None, Some(*most)))
+        Some(self.narrow(Finding::warning(Check::PathMtu, text), None, Some(*most)))
     }
 
     /// The fault if TCP segments are lost where echoes pass.
@@ -241,25 +244,27 @@ impl Case<'_> {
         };
         let device = self.question.device?;
         // Some features of a network card cannot change. `tx off` turns off the others.
-        let repair = if self.question.by_tunnel(self.devices) {
-            format!("ethtool -K {device} tx-checksum-ip-generic off # {at}")
-        } else if at == "here" {
-            format!("ethtool -K {device} tx off # {at}")
+        let remedy = if self.question.by_tunnel(self.devices) {
+            Remedy::run(format!("ethtool -K {device} tx-checksum-ip-generic off")).remark(at)
+        } else if segments.back.is_whole() {
+            Remedy::run(format!("ethtool -K {device} tx off")).remark(at)
         } else {
-            format!("ethtool -K {device} tx off # {at}, where the interface may have another name")
+            Remedy::run(format!("ethtool -K {device} tx off"))
+                .remark(format!("{at}, where the interface may have another name"))
         };
         let text = format!(
             "TCP segments of {} bytes to {} of {} {which}: a firewall drops them, or a network \
              card computes wrong checksums",
             segments.segment, self.address, self.key
         );
-        let repair = format!("{repair}; else nft list ruleset");
-        Some(Finding::error("segments", text).with_command(repair).into())
+        let remedy = remedy.remark("else nft list ruleset");
+        Some(Finding::error(Check::Segments, text).with_remedy(remedy).into())
     }
 
     /// The fault if pods of the two nodes have different MTUs.
     fn different_mtus(&self, segments: &Segments) -> Option<Fault> {
-        let (here, there) = (u32::from(self.full), segments.mtu);
+        let here = u32::from(self.full);
+        let there = segments.mtu;
         if here == there {
             return None;
         }
@@ -270,7 +275,7 @@ impl Case<'_> {
             self.key
         );
         let takes = Some(here.min(there) + self.question.header);
-        Some(Fault::new(Finding::warning("mtu", text), Narrow::Way { to: self.way(), takes }))
+        Some(Fault::new(Finding::warning(Check::Mtu, text), Narrow::Way { to: self.way(), takes }))
     }
 
     /// The address that full packets have on the wire.
@@ -306,22 +311,31 @@ mod tests {
     use crate::path_probe::client::Passage;
 
     /// The findings on one peer.
-    fn findings(question: &Question, answers: &Answers, devices: &Devices) -> Vec<Finding> {
+    fn findings(question: &Question, answers: &PeerEvidence, devices: &Devices) -> Vec<Finding> {
         settle(diagnose("10.1.7.0-24", question, answers, devices), devices, &[Family::V4])
     }
 
     #[test]
     fn missing_answers_show_the_likely_cause() {
         let question = &target("vxlan").questions(&devices())[0];
-        let ok = || Answer::Reply(Duration::from_millis(1));
-        let (none, most) = (Answer::Nothing, |n| Answer::TooBig(Some(n)));
-        let found_with = |tunnel: [Answer; 2], public: [Answer; 2]| {
-            let answers =
-                Answers { tunnel: Some(tunnel), public: Some(public), ..Answers::default() };
+        let ok = || EchoResult::Reply(Duration::from_millis(1));
+        let (none, most) = (EchoResult::Nothing, |n| EchoResult::TooBig(Some(n)));
+        let found_with = |tunnel: [EchoResult; 2], public: [EchoResult; 2]| {
+            let answers = PeerEvidence {
+                tunnel: Some(tunnel),
+                public: Some(public),
+                ..PeerEvidence::default()
+            };
             let found = findings(question, &answers, &devices());
             assert!(found.len() <= 1, "{found:?}");
             found.into_iter().next().map(|f| {
-                format!("{} {} {} | {}", f.severity, f.check, f.text, f.repair.unwrap_or_default())
+                format!(
+                    "{} {} {} | {}",
+                    f.severity,
+                    f.check,
+                    f.text,
+                    f.repair().unwrap_or_default()
+                )
             })
         };
         assert_eq!(found_with([ok(), ok()], [ok(), ok()]), None);
@@ -352,7 +366,7 @@ mod tests {
                 ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # if the MTU of the path"],
             ),
             (
-                found_with([ok(), Answer::TooBig(None)], [ok(), ok()]),
+                found_with([ok(), EchoResult::TooBig(None)], [ok(), ok()]),
                 [
                     "error path-mtu",
                     "are too big for the path MTU that this host knows",
@@ -364,7 +378,7 @@ mod tests {
                 ["warning path-mtu", "are fragmented on the path", "\"MTU\": 1400"],
             ),
             (
-                found_with([Answer::NotSent("x".into()), none.clone()], [ok(), ok()]),
+                found_with([EchoResult::NotSent("x".into()), none.clone()], [ok(), ok()]),
                 [
                     "error route",
                     "10.1.7.0 of 10.1.7.0-24 cannot be asked: x",
@@ -376,17 +390,21 @@ mod tests {
             assert!(parts.iter().all(|part| found.contains(part)), "{found}\n{parts:?}");
         }
         // The repair configures the size that the search found, plus the tunnel's header.
-        let repair = |question: &Question, answers: &Answers, devices: &Devices| {
-            findings(question, answers, devices).pop().unwrap().repair.unwrap()
+        let repair = |question: &Question, answers: &PeerEvidence, devices: &Devices| {
+            findings(question, answers, devices).pop().unwrap().repair().unwrap()
         };
         let lost = || [ok(), none.clone()];
-        let answers =
-            |tunnel, public| Answers { tunnel, public, passes: Some(1350), ..Answers::default() };
+        let answers = |tunnel, public| PeerEvidence {
+            tunnel,
+            public,
+            passes: Some(1350),
+            ..PeerEvidence::default()
+        };
         assert_eq!(
             repair(question, &answers(Some(lost()), Some([ok(), ok()])), &devices()),
             r#"flannelctl config patch '{"Backend": {"MTU": 1400}}'"#
         );
-        let refused = || answers(Some([ok(), Answer::TooBig(None)]), Some([ok(), ok()]));
+        let refused = || answers(Some([ok(), EchoResult::TooBig(None)]), Some([ok(), ok()]));
         assert!(
             repair(question, &refused(), &devices()).ends_with(r#"'{"Backend": {"MTU": 1400}}'"#),
             "the kernel refuses what the device takes"
@@ -395,7 +413,7 @@ mod tests {
         let lowered = |mtu| Question { route_mtu: Some(mtu), ..question.clone() };
         let narrow = answers(Some(lost()), Some([ok(), ok()]));
         assert_eq!(findings(&lowered(1350), &narrow, &devices()), []);
-        let unknown = Answers { passes: None, ..narrow.clone() };
+        let unknown = PeerEvidence { passes: None, ..narrow.clone() };
         assert_eq!(findings(&lowered(1350), &unknown, &devices()), []);
         let too_late = findings(&lowered(1400), &narrow, &devices());
         assert_eq!(too_late.len(), 1, "the path has become narrower: {too_late:?}");
@@ -411,21 +429,27 @@ mod tests {
 
     #[test]
     fn without_a_tunnel_the_repair_changes_the_external_interface() {
-        let ok = || Answer::Reply(Duration::from_millis(1));
+        let ok = || EchoResult::Reply(Duration::from_millis(1));
         let bare = uplink(Default::default());
         let question = &target("host-gw").questions(&bare)[0];
-        let answers =
-            |full, passes| Answers { public: Some([ok(), full]), passes, ..Answers::default() };
-        assert_eq!(findings(question, &answers(ok(), None), &bare), []);
-        let silent =
-            Answers { public: Some([Answer::Nothing, Answer::Nothing]), ..Answers::default() };
-        assert_eq!(findings(question, &silent, &bare)[0].check, "peer");
-        let repair = |question: &Question, answers: Answers, devices: &Devices| {
-            findings(question, &answers, devices).pop().unwrap().repair.unwrap()
+        let answers = |full, passes| PeerEvidence {
+            public: Some([ok(), full]),
+            passes,
+            ..PeerEvidence::default()
         };
-        for answers in
-            [answers(Answer::TooBig(Some(1350)), None), answers(Answer::Nothing, Some(1350))]
-        {
+        assert_eq!(findings(question, &answers(ok(), None), &bare), []);
+        let silent = PeerEvidence {
+            public: Some([EchoResult::Nothing, EchoResult::Nothing]),
+            ..PeerEvidence::default()
+        };
+        assert_eq!(findings(question, &silent, &bare)[0].check, Check::Peer);
+        let repair = |question: &Question, answers: PeerEvidence, devices: &Devices| {
+            findings(question, &answers, devices).pop().unwrap().repair().unwrap()
+        };
+        for answers in [
+            answers(EchoResult::TooBig(Some(1350)), None),
+            answers(EchoResult::Nothing, Some(1350)),
+        ] {
             let repair = repair(question, answers, &bare);
             assert!(
                 repair.starts_with("ip link set eth0 mtu 1350 # on every node, unless the link"),
@@ -436,14 +460,14 @@ mod tests {
                 "{repair}"
             );
         }
-        let guess = repair(question, answers(Answer::Nothing, None), &bare);
+        let guess = repair(question, answers(EchoResult::Nothing, None), &bare);
         assert!(
             guess.starts_with("tracepath -n 192.0.2.7 #"),
             "no interface is set by a guess: {guess}"
         );
         // A lowered MTU of the interface may be intended.
         let lowered = Question { takes: Some(1400), ..question.clone() };
-        let repaired = repair(&lowered, answers(Answer::TooBig(None), None), &bare);
+        let repaired = repair(&lowered, answers(EchoResult::TooBig(None), None), &bare);
         assert!(
             repaired.starts_with("systemctl restart flanneld #")
                 && repaired.contains("eth0 mtu 1450"),
@@ -455,11 +479,11 @@ mod tests {
         let direct_devices = uplink(devices().datapath.devices);
         let direct = target("vxlan").questions(&direct_devices).remove(0).direct(&direct_devices);
         assert_eq!((direct.device, direct.public.unwrap().1), (direct_devices.uplink, 1450));
-        let lossy = |most| Answers { tunnel: Some([ok(), most]), ..answers(ok(), None) };
-        let patched = repair(&direct, lossy(Answer::TooBig(Some(1400))), &direct_devices);
+        let lossy = |most| PeerEvidence { tunnel: Some([ok(), most]), ..answers(ok(), None) };
+        let patched = repair(&direct, lossy(EchoResult::TooBig(Some(1400))), &direct_devices);
         assert!(patched.contains("\"MTU\": 1450"), "the MTU of pods is 50 bytes less: {patched}");
         let lowered = Question { takes: Some(1420), ..direct.clone() };
-        let patched = repair(&lowered, lossy(Answer::TooBig(None)), &direct_devices);
+        let patched = repair(&lowered, lossy(EchoResult::TooBig(None)), &direct_devices);
         assert!(
             patched.contains("\"MTU\": 1420}}' # if the MTU of eth0 is a mistake"),
             "{patched}"
@@ -502,7 +526,7 @@ mod tests {
                     clock: None,
                 };
                 let path = PathProbe { acknowledged: 1450, segments: Some(segments) };
-                let answers = Answers {
+                let answers = PeerEvidence {
                     tunnel: question.tunnel.map(|_| [ok(), ok()]),
                     path,
                     ..answers(ok(), None)
@@ -527,7 +551,7 @@ mod tests {
         let questions = peer.questions(&devices);
         let wire = |question: &Question| question.public.map(|(_, size)| size);
         assert_eq!(questions.iter().map(wire).collect::<Vec<_>>(), [Some(1480), Some(1500)]);
-        let ok = || Answer::Reply(Duration::from_millis(1));
+        let ok = || EchoResult::Reply(Duration::from_millis(1));
         let passage = Passage { sent: 5120, arrived: 5120 };
         // The underlay there takes 1350 bytes, the minimum, or 1400.
         for (there, mtu) in [(1280, 1350), (1330, 1400)] {
@@ -542,14 +566,18 @@ mod tests {
                 };
                 let path = PathProbe { acknowledged: 0, segments: Some(segments) };
                 let both = || Some([ok(), ok()]);
-                let answers =
-                    Answers { tunnel: both(), public: both(), path, ..Answers::default() };
+                let answers = PeerEvidence {
+                    tunnel: both(),
+                    public: both(),
+                    path,
+                    ..PeerEvidence::default()
+                };
                 let faults = diagnose("10.1.7.0-24", question, &answers, &devices);
                 let found = settle(faults, &devices, &Family::BOTH);
                 let patch =
                     format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
                 assert_eq!(found.len(), 1);
-                assert_eq!(found[0].repair.as_deref(), Some(&*patch), "{:?}", question.family);
+                assert_eq!(found[0].repair().as_deref(), Some(&*patch), "{:?}", question.family);
                 assert!(!found[0].text.contains("too few"), "{}", found[0].text);
             }
             // The same, derived from the size that passes in the tunnel or on the wire.
@@ -557,22 +585,22 @@ mod tests {
                 let lost = |most| Some([ok(), most]);
                 let inner = mtu - overhead;
                 for (tunnel, public, passes) in [
-                    (Answer::Nothing, ok(), u16::try_from(inner).ok()),
-                    (Answer::TooBig(Some(inner)), ok(), None),
-                    (Answer::Nothing, Answer::TooBig(Some(mtu)), None),
+                    (EchoResult::Nothing, ok(), u16::try_from(inner).ok()),
+                    (EchoResult::TooBig(Some(inner)), ok(), None),
+                    (EchoResult::Nothing, EchoResult::TooBig(Some(mtu)), None),
                 ] {
-                    let answers = Answers {
+                    let answers = PeerEvidence {
                         tunnel: lost(tunnel),
                         public: lost(public),
                         passes,
-                        ..Answers::default()
+                        ..PeerEvidence::default()
                     };
                     let found = settle(
                         diagnose("10.1.7.0-24", question, &answers, &devices),
                         &devices,
                         &Family::BOTH,
                     );
-                    let repair = found[0].repair.as_deref().unwrap();
+                    let repair = found[0].repair().unwrap();
                     assert!(repair.ends_with(&format!("\"MTU\": {mtu}}}}}'")), "{repair}");
                 }
             }
@@ -582,7 +610,7 @@ mod tests {
     #[test]
     fn a_direction_is_named_if_both_ends_report() {
         let question = &target("vxlan").questions(&devices())[0];
-        let ok = || Answer::Reply(Duration::from_millis(1));
+        let ok = || EchoResult::Reply(Duration::from_millis(1));
         let passage = |arrived| Passage { sent: 5592, arrived };
         let segments = |there, back, mtu, largest_datagram| {
             Some(Segments {
@@ -594,23 +622,29 @@ mod tests {
                 clock: None,
             })
         };
-        let found_with = |tunnel: [Answer; 2], segments, acknowledged| {
+        let found_with = |tunnel: [EchoResult; 2], segments, acknowledged| {
             let path = PathProbe { acknowledged, segments };
-            let answers = Answers {
+            let answers = PeerEvidence {
                 tunnel: Some(tunnel),
                 public: Some([ok(), ok()]),
                 path,
-                ..Answers::default()
+                ..PeerEvidence::default()
             };
             let found = findings(question, &answers, &devices());
             let line = |f: Finding| {
-                format!("{} {} {} | {}", f.severity, f.check, f.text, f.repair.unwrap_or_default())
+                format!(
+                    "{} {} {} | {}",
+                    f.severity,
+                    f.check,
+                    f.text,
+                    f.repair().unwrap_or_default()
+                )
             };
             found.into_iter().map(line).collect::<Vec<_>>()
         };
-        let none = || Answer::Nothing;
+        let none = || EchoResult::Nothing;
         assert_eq!(found_with([ok(), ok()], segments(5592, 5592, 1450, 1450), 0), [""; 0]);
-        assert_eq!(found_with([Answer::NotAllowed, Answer::NotAllowed], None, 0), [""; 0]);
+        assert_eq!(found_with([EchoResult::NotAllowed, EchoResult::NotAllowed], None, 0), [""; 0]);
         assert_eq!(
             found_with([none(), none()], segments(5592, 5592, 1450, 1450), 0),
             [""; 0],
@@ -650,7 +684,11 @@ mod tests {
                 ],
             ),
             (
-                found_with([ok(), Answer::TooBig(None)], segments(5592, 5592, 1450, 1450), 1450),
+                found_with(
+                    [ok(), EchoResult::TooBig(None)],
+                    segments(5592, 5592, 1450, 1450),
+                    1450,
+                ),
                 [
                     "error path-mtu",
                     "are too big for the path MTU that this host knows",
@@ -687,7 +725,7 @@ mod tests {
             ),
             (
                 found_with(
-                    [Answer::NotAllowed, Answer::NotAllowed],
+                    [EchoResult::NotAllowed, EchoResult::NotAllowed],
                     segments(0, 5592, 1450, 1450),
                     0,
                 ),

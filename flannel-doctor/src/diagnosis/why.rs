@@ -7,12 +7,17 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use flannel_api::{ObjectReport, VERSION, WhyReport};
+use flannel_api::{
+    Deployment, More, ObjectReport, ObjectState as ObjectStateReport, RejectionReport, VERSION,
+    WhyReport,
+};
 use flannel_core::error::holder;
 use flannel_core::kernel::{KernelError, RouteAnswer};
 use flannel_core::object::{LinkName, Object, Via};
-use flannel_core::status::ObjectState;
-use flannel_core::{Config, Kernel, Lease};
+use flannel_core::status::{ObjectState, Rejection};
+use flannel_core::{Config, Kernel, Lease, Remedy};
+
+use crate::remedy::render;
 
 /// Looks up the route to an address, on a thread for blocking work.
 pub async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
@@ -24,8 +29,8 @@ pub async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAns
 pub struct Explained {
     /// The lease.
     pub lease: Arc<Lease>,
-    /// The reason that the lease is rejected; `None`: it is accepted.
-    pub rejection: Option<String>,
+    /// Why the lease is rejected, or `None` if it is accepted.
+    pub rejection: Option<Rejection>,
     /// The objects of the lease, with their states.
     pub objects: Vec<(Object, ObjectState)>,
 }
@@ -34,6 +39,8 @@ pub struct Explained {
 pub struct RouteInputs<'a> {
     /// The daemon itself makes the diagnosis.
     pub daemon: bool,
+    /// How the daemon is deployed.
+    pub deployment: Deployment,
     /// The network config.
     pub config: Option<&'a Config>,
     /// This node's lease.
@@ -43,7 +50,7 @@ pub struct RouteInputs<'a> {
     /// The network's explanation of the peer.
     pub explanation: Option<Explained>,
     /// The device of the packets to peers that have no route of their own: a route for the whole
-    /// network leads to it. `None`: there is none, or not for all peers.
+    /// network leads to it. `None` if there is no such route, or not for all peers.
     pub device: Option<LinkName>,
     /// The kernel's answer.
     pub answer: Result<RouteAnswer, KernelError>,
@@ -53,6 +60,7 @@ impl Default for RouteInputs<'_> {
     fn default() -> Self {
         Self {
             daemon: false,
+            deployment: Deployment::default(),
             config: None,
             own: None,
             lease: None,
@@ -70,25 +78,26 @@ pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
     let holds = |lease: &&Lease| lease.subnets.iter().any(|subnet| subnet.contains(address));
     let own = facts.own.filter(holds);
     let lease = own.or_else(|| facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
-    let rejection = facts.explanation.as_ref().and_then(|e| e.rejection.clone());
+    let rejection = facts.explanation.as_ref().and_then(|e| e.rejection.as_ref());
     let objects: Vec<ObjectReport> = facts
         .explanation
         .iter()
         .flat_map(|e| &e.objects)
         .map(|(object, how)| wanted(object, how))
         .collect();
-    let (ok, verdict, hint) = verdict(address, facts, own.is_some(), network.is_some(), lease);
+    let Verdict { ok, text, remedy } =
+        verdict(address, facts, own.is_some(), network.is_some(), lease);
     WhyReport {
         version: VERSION,
         address: address.to_string(),
         ok,
-        verdict,
-        hint,
+        verdict: text,
+        hint: remedy.map(|remedy| render(&remedy, facts.deployment)),
         network: network.map(|network| network.to_string()),
         lease: lease.map(|lease| lease.subnets.to_string()),
         node: lease
             .map(|lease| if own.is_some() { "this node".to_owned() } else { holder(&lease.attrs) }),
-        rejection,
+        rejection: rejection.map(RejectionReport::from),
         objects,
         kernel: match &facts.answer {
             Ok(answer) if answer.local => "it is an address of this host".to_owned(),
@@ -97,17 +106,20 @@ pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
         },
         tunnel: None,
         stale: None,
+        more: More::new(),
     }
 }
 
 fn wanted(object: &Object, how: &ObjectState) -> ObjectReport {
-    let (state, error) = match how {
-        ObjectState::InPlace => ("in place", None),
-        ObjectState::Failing(failure) => ("failing", Some(failure.error.to_string())),
-        ObjectState::Unwanted => ("not wanted", None),
-        _ => ("pending", None),
+    let state = match how {
+        ObjectState::InPlace => ObjectStateReport::InPlace,
+        ObjectState::Failing(failure) => {
+            ObjectStateReport::Failing { error: failure.error.to_string() }
+        }
+        ObjectState::Unwanted => ObjectStateReport::Unwanted,
+        _ => ObjectStateReport::Pending,
     };
-    ObjectReport { object: object.to_string(), state: state.to_owned(), error }
+    ObjectReport { object: object.to_string(), state }
 }
 
 /// The device and the gateway of the wanted route to the address.
@@ -132,13 +144,11 @@ fn wanted_way(
     }
 }
 
-/// The command that deletes the route in use for an address; never the default route.
-fn unshadow(address: IpAddr) -> String {
+/// Deletes the route in use for an address, but never the default route.
+fn unshadow(address: IpAddr) -> Remedy {
     let ip = if address.is_ipv4() { "ip" } else { "ip -6" };
-    format!(
-        "{ip} route del $({ip} route get fibmatch {address} | grep -v ^default) # if no rule \
-         causes it: {ip} rule"
-    )
+    Remedy::run(format!("{ip} route del $({ip} route get fibmatch {address} | grep -v ^default)"))
+        .remark(format!("if no rule causes it: {ip} rule"))
 }
 
 /// `via 192.0.2.254 dev eth0`, for example.
@@ -150,7 +160,25 @@ fn way(gateway: Option<IpAddr>, link: Option<LinkName>) -> String {
     }
 }
 
-type Verdict = (bool, String, Option<String>);
+/// What the diagnosis says about an address.
+struct Verdict {
+    ok: bool,
+    /// A sentence without a full stop.
+    text: String,
+    remedy: Option<Remedy>,
+}
+
+impl Verdict {
+    /// Packets take the right route.
+    fn good(text: impl Into<String>) -> Self {
+        Self { ok: true, text: text.into(), remedy: None }
+    }
+
+    /// Packets do not take the right route.
+    fn bad(text: impl Into<String>, remedy: impl Into<Option<Remedy>>) -> Self {
+        Self { ok: false, text: text.into(), remedy: remedy.into() }
+    }
+}
 
 fn verdict(
     address: IpAddr,
@@ -161,7 +189,7 @@ fn verdict(
 ) -> Verdict {
     let answer = match &facts.answer {
         Ok(answer) => answer,
-        Err(error) => return (false, format!("the route look-up failed: {error}"), None),
+        Err(error) => return Verdict::bad(format!("the route look-up failed: {error}"), None),
     };
     if own {
         let text = if answer.local {
@@ -169,94 +197,81 @@ fn verdict(
         } else {
             "it is in this node's own subnet"
         };
-        return (
-            true,
-            format!("{text}: the CNI plugin's bridge delivers the packets, not flannel"),
-            None,
-        );
+        let bridge = "the CNI plugin's bridge delivers the packets, not flannel";
+        return Verdict::good(format!("{text}: {bridge}"));
     }
     let Some(lease) = lease else {
         return match (facts.config, in_network) {
-            (Some(_), true) => (
-                false,
-                "no node holds a subnet that contains it".to_owned(),
-                Some(
-                    "flannelctl lease list # check whether the node that should hold it runs"
-                        .to_owned(),
-                ),
+            (Some(_), true) => Verdict::bad(
+                "no node holds a subnet that contains it",
+                Remedy::ListLeases.remark("check whether the node that should hold it runs"),
             ),
-            (Some(_), false) => (
-                false,
-                "it lies outside the pod networks: flannel has no route to it".to_owned(),
-                None,
-            ),
-            (None, _) => (false, "nothing is known about it".to_owned(), None),
+            (Some(_), false) => {
+                Verdict::bad("it lies outside the pod networks: flannel has no route to it", None)
+            }
+            (None, _) => Verdict::bad("nothing is known about it", None),
         };
     };
     let Some(explanation) = &facts.explanation else {
-        let (text, hint) = if facts.daemon {
-            ("whose lease has arrived and waits for its turn", "flannelctl watch")
+        let holder = holder(&lease.attrs);
+        return if facts.daemon {
+            let text =
+                format!("it belongs to {holder}, whose lease has arrived and waits for its turn");
+            Verdict::bad(text, Remedy::WatchStatus)
         } else {
-            ("and the daemon does not answer", "systemctl start flanneld")
+            let text = format!("it belongs to {holder}, and the daemon does not answer");
+            Verdict::bad(text, Remedy::StartDaemon)
         };
-        return (
-            false,
-            format!("it belongs to {}, {text}", holder(&lease.attrs)),
-            Some(hint.to_owned()),
-        );
     };
-    of_peer(address, lease, explanation, (facts.device, answer))
+    of_peer(address, lease, explanation, facts.device, answer)
 }
 
-/// The verdict on a peer that the network knows.
+/// The verdict on a peer that the network knows. `device` is the one of the network.
 fn of_peer(
     address: IpAddr,
     lease: &Lease,
     explanation: &Explained,
-    (device, answer): (Option<LinkName>, &RouteAnswer),
+    device: Option<LinkName>,
+    answer: &RouteAnswer,
 ) -> Verdict {
     if let Some(why) = &explanation.rejection {
-        return (false, format!("its lease {} is rejected: {why}", lease.subnets), None);
+        return Verdict::bad(format!("its lease {} is rejected: {why}", lease.subnets), None);
     }
-    let waits = |(_, how): &(Object, ObjectState)| matches!(how, ObjectState::Pending);
-    let watch = Some("flannelctl watch".to_owned());
-    if !explanation.objects.is_empty() && explanation.objects.iter().all(waits) {
+    let mut states = explanation.objects.iter().map(|(_, how)| how);
+    if !explanation.objects.is_empty() && states.all(|how| *how == ObjectState::Pending) {
         let node = holder(&lease.attrs);
         let text = format!(
             "it belongs to {node}, but none of that lease's objects is in place yet: they are \
              queued"
         );
-        return (false, text, watch);
+        return Verdict::bad(text, Remedy::WatchStatus);
     }
     let bad = explanation.objects.iter().find(|(_, how)| !matches!(how, ObjectState::InPlace));
     if let Some((object, how)) = bad {
-        let state = wanted(object, how);
-        let error = state.error.map(|error| format!(": {error}")).unwrap_or_default();
-        return (
-            false,
-            format!("{object} is {}{error}", state.state),
-            watch.filter(|_| *how == ObjectState::Pending),
-        );
+        let state = wanted(object, how).state;
+        let error = match &state {
+            ObjectStateReport::Failing { error } => format!(": {error}"),
+            _ => String::new(),
+        };
+        let watch = (*how == ObjectState::Pending).then_some(Remedy::WatchStatus);
+        return Verdict::bad(format!("{object} is {state}{error}"), watch);
     }
     let of_network = || Some((device?, None));
     match wanted_way(address, &explanation.objects).or_else(of_network) {
         Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
-            let (is, should) = (way(answer.gateway, answer.link), way(gateway, Some(link)));
+            let is = way(answer.gateway, answer.link);
+            let should = way(gateway, Some(link));
             let text = format!(
                 "shadowed: packets go {is} instead of {should}, because of a more specific route \
                  or a rule of another program"
             );
-            (false, text, Some(unshadow(address)))
+            Verdict::bad(text, unshadow(address))
         }
-        Some((link, _)) => (
-            true,
-            format!(
-                "packets go through {link} to {}, everything is in place",
-                holder(&lease.attrs)
-            ),
-            None,
-        ),
-        None => (true, "everything is in place".to_owned(), None),
+        Some((link, _)) => Verdict::good(format!(
+            "packets go through {link} to {}, everything is in place",
+            holder(&lease.attrs)
+        )),
+        None => Verdict::good("everything is in place"),
     }
 }
 
@@ -316,7 +331,7 @@ mod tests {
         let right =
             RouteAnswer::via("flannel.1".parse().unwrap(), Some("10.1.7.0".parse().unwrap()), None);
         let wrong = RouteAnswer::via("eth1".parse().unwrap(), None, None);
-        let explain = |how: ObjectState, rejection: Option<String>| Explained {
+        let explain = |how: ObjectState, rejection: Option<Rejection>| Explained {
             lease: Arc::new(peer()),
             rejection,
             objects: vec![(route(), how)],
@@ -324,6 +339,7 @@ mod tests {
         let ask = |address: IpAddr, explanation: Option<Explained>, answer: RouteAnswer| {
             let facts = RouteInputs {
                 daemon: true,
+                deployment: Deployment::Systemd,
                 config: Some(&config),
                 own: Some(&own),
                 lease: None,
@@ -348,7 +364,10 @@ mod tests {
             "{pending:?}"
         );
         assert_eq!(pending.hint.as_deref(), Some("flannelctl watch"));
-        assert_eq!((pending.objects.len(), pending.objects[0].state.as_str()), (1, "pending"));
+        assert_eq!(
+            (pending.objects.len(), &pending.objects[0].state),
+            (1, &ObjectStateReport::Pending)
+        );
         let mut half = explain(ObjectState::InPlace, None);
         half.objects.push((
             Object::from(Neigh {
@@ -365,7 +384,10 @@ mod tests {
         );
         let rejected = ask(
             address,
-            Some(explain(ObjectState::Unwanted, Some("another backend".into()))),
+            Some(explain(
+                ObjectState::Unwanted,
+                Some(Rejection::Rejected("another backend".into())),
+            )),
             right,
         );
         assert!(rejected.verdict.ends_with("rejected: another backend"), "{rejected:?}");

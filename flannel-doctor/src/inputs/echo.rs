@@ -31,7 +31,7 @@ pub struct Probe {
 
 /// The answer to an echo request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Answer {
+pub enum EchoResult {
     /// A reply, after this time.
     Reply(Duration),
     /// A router or this host takes only smaller packets: of at most this many bytes, if known.
@@ -53,9 +53,9 @@ pub enum Answer {
 /// # Blocking
 /// Until all answers are there, or the time is over. The echoes of a family are sent in groups of
 /// 64, and both families at once.
-pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
-    let mut answers = vec![Answer::Nothing; probes.len()];
-    let of = |family| -> io::Result<Vec<(usize, Answer)>> {
+pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<EchoResult>> {
+    let mut answers = vec![EchoResult::Nothing; probes.len()];
+    let of = |family| -> io::Result<Vec<(usize, EchoResult)>> {
         let ours = probes.iter().enumerate().filter(|(_, probe)| Family::of(probe.to) == family);
         let ours: Vec<(usize, Probe)> = ours.map(|(n, probe)| (n, *probe)).collect();
         if ours.is_empty() {
@@ -102,7 +102,7 @@ struct Waiting {
     echo: Echo,
     size: u16,
     sent: Instant,
-    answer: Answer,
+    answer: EchoResult,
 }
 
 impl<'a> Group<'a> {
@@ -114,18 +114,18 @@ impl<'a> Group<'a> {
             echo: Echo { to: probe.to, sequence, token },
             size: probe.size,
             sent: Instant::now(),
-            answer: Answer::Nothing,
+            answer: EchoResult::Nothing,
         };
         Self { socket, echoes: (0..).zip(probes).map(waiting).collect() }
     }
 
     /// Sends the echoes, repeats those without an answer, and returns all answers.
-    fn run(mut self, patience: Duration) -> io::Result<Vec<(usize, Answer)>> {
+    fn run(mut self, patience: Duration) -> io::Result<Vec<(usize, EchoResult)>> {
         let start = Instant::now();
         for round in 1..=ROUNDS {
             for k in 0..self.echoes.len() {
                 let waiting = &mut self.echoes[k];
-                if waiting.answer != Answer::Nothing {
+                if waiting.answer != EchoResult::Nothing {
                     continue;
                 }
                 waiting.sent = Instant::now();
@@ -143,19 +143,20 @@ impl<'a> Group<'a> {
 
     /// Reads answers until all are there, or until `end`.
     fn listen(&mut self, end: Instant) -> io::Result<()> {
-        while self.echoes.iter().any(|waiting| waiting.answer == Answer::Nothing) {
+        while self.echoes.iter().any(|waiting| waiting.answer == EchoResult::Nothing) {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
             let Some((echo, message)) = self.receive(left)? else { continue };
             let waiting = self.echoes.get_mut(usize::from(echo.sequence));
-            let is_asked =
-                |waiting: &&mut Waiting| waiting.echo == echo && waiting.answer == Answer::Nothing;
+            let is_asked = |waiting: &&mut Waiting| {
+                waiting.echo == echo && waiting.answer == EchoResult::Nothing
+            };
             if let Some(waiting) = waiting.filter(is_asked) {
                 waiting.answer = match message {
-                    IcmpMessage::Reply => Answer::Reply(waiting.sent.elapsed()),
-                    IcmpMessage::TooBig(most) => Answer::TooBig(Some(most)),
+                    IcmpMessage::Reply => EchoResult::Reply(waiting.sent.elapsed()),
+                    IcmpMessage::TooBig(most) => EchoResult::TooBig(Some(most)),
                 };
             }
         }
@@ -214,7 +215,10 @@ mod tests {
             let probes: Vec<Probe> =
                 (0..1000).map(|n| probe(["127.0.0.1", "::1"][n % 2], 1400)).collect();
             let answers = echo(&probes, Duration::from_secs(20)).unwrap();
-            assert!(answers.iter().all(|answer| matches!(answer, Answer::Reply(_))), "{answers:?}");
+            assert!(
+                answers.iter().all(|answer| matches!(answer, EchoResult::Reply(_))),
+                "{answers:?}"
+            );
         });
     }
 
@@ -233,10 +237,10 @@ mod tests {
                 let silent = [(); 4].map(silent);
                 while silent.iter().any(|thread| !thread.is_finished()) {
                     let near = echo(&[probe("192.0.2.1", 64)], Duration::from_secs(9)).unwrap();
-                    assert!(matches!(near[0], Answer::Reply(_)), "{near:?}");
+                    assert!(matches!(near[0], EchoResult::Reply(_)), "{near:?}");
                 }
                 for thread in silent {
-                    assert_eq!(thread.join().unwrap(), [Answer::Nothing]);
+                    assert_eq!(thread.join().unwrap(), [EchoResult::Nothing]);
                 }
             });
         });
@@ -323,7 +327,7 @@ mod tests {
                 })
             };
             let nothing = asked(|_, _, _| {}, Duration::from_secs(3));
-            assert_eq!(nothing, [Answer::Nothing, Answer::Nothing]);
+            assert_eq!(nothing, [EchoResult::Nothing, EchoResult::Nothing]);
             let replied = asked(
                 |family, raw, request| {
                     let [host, asked, _] = hosts(family);
@@ -331,7 +335,7 @@ mod tests {
                 },
                 Duration::from_secs(20),
             );
-            let is_reply = |answer: &Answer| matches!(answer, Answer::Reply(_));
+            let is_reply = |answer: &EchoResult| matches!(answer, EchoResult::Reply(_));
             assert!(replied.iter().all(is_reply), "{replied:?}");
             let reported = asked(
                 |family, raw, request| {
@@ -341,7 +345,7 @@ mod tests {
                 },
                 Duration::from_secs(20),
             );
-            assert_eq!(reported, [Answer::TooBig(Some(1300)), Answer::TooBig(Some(1300))]);
+            assert_eq!(reported, [EchoResult::TooBig(Some(1300)), EchoResult::TooBig(Some(1300))]);
         });
     }
 
@@ -400,25 +404,25 @@ mod tests {
             ];
             // IPv6 needs a moment before its addresses can send neighbour solicitations.
             let answers = echo(&probes, Duration::from_secs(20)).unwrap();
-            let replied = |n: usize| matches!(answers[n], Answer::Reply(_));
+            let replied = |n: usize| matches!(answers[n], EchoResult::Reply(_));
             assert!([0, 1, 3, 6, 7, 10, 11].into_iter().all(replied), "{answers:?}");
             for n in [2, 8] {
-                assert_eq!(answers[n], Answer::TooBig(Some(1400)), "{:?}", probes[n]);
+                assert_eq!(answers[n], EchoResult::TooBig(Some(1400)), "{:?}", probes[n]);
             }
             for n in [4, 9] {
-                assert_eq!(answers[n], Answer::TooBig(None), "{:?}", probes[n]);
+                assert_eq!(answers[n], EchoResult::TooBig(None), "{:?}", probes[n]);
             }
-            assert!(matches!(answers[5], Answer::NotSent(_)), "{answers:?}");
+            assert!(matches!(answers[5], EchoResult::NotSent(_)), "{answers:?}");
             // A route's MTU limits no echo.
             for router in ["192.0.2.2", "2001:db8:1::2"] {
                 ip(&format!("route replace default via {router} mtu 1300"));
             }
             let full = [probe("198.51.100.9", 1400), probe("2001:db8:2::9", 1400)];
             let answers = echo(&full, Duration::from_secs(20)).unwrap();
-            let replied = |answer: &Answer| matches!(answer, Answer::Reply(_));
+            let replied = |answer: &EchoResult| matches!(answer, EchoResult::Reply(_));
             assert!(answers.iter().all(replied), "{answers:?}");
             let nobody = echo(&[probe("192.0.2.99", 64)], Duration::from_millis(100)).unwrap();
-            assert_eq!(nobody, [Answer::Nothing]);
+            assert_eq!(nobody, [EchoResult::Nothing]);
         });
     }
 }

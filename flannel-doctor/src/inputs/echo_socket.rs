@@ -27,7 +27,7 @@ use rustix::net::sockopt::{
 };
 use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 
-use super::echo::Answer;
+use super::echo::EchoResult;
 use crate::token::token;
 
 /// `IPPROTO_RAW`: the sender writes the IP header.
@@ -96,8 +96,8 @@ impl EchoSocket {
     /// its headers and numbers need: 44, with IPv6 64.
     ///
     /// # Errors
-    /// The answer, if this host does not send it: [`Answer::TooBig`] or [`Answer::NotSent`].
-    pub fn send(&self, echo: &Echo, size: u16) -> Result<(), Answer> {
+    /// The answer, if this host does not send it: [`EchoResult::TooBig`] or [`EchoResult::NotSent`].
+    pub fn send(&self, echo: &Echo, size: u16) -> Result<(), EchoResult> {
         let sent = source(echo.to).and_then(|from| {
             let packet = packet(from, echo, size, self.secret);
             self.out.send_to(&packet, &SocketAddr::new(echo.to, 0).into())
@@ -106,8 +106,8 @@ impl EchoSocket {
             Ok(_) => Ok(()),
             // As in a full queue of a device, the packet is lost.
             Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(()),
-            Err(error) if error.raw_os_error() == Some(EMSGSIZE) => Err(Answer::TooBig(None)),
-            Err(error) => Err(Answer::NotSent(error.to_string())),
+            Err(error) if error.raw_os_error() == Some(EMSGSIZE) => Err(EchoResult::TooBig(None)),
+            Err(error) => Err(EchoResult::NotSent(error.to_string())),
         }
     }
 

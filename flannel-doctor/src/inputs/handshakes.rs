@@ -39,7 +39,7 @@ pub struct Handshake {
     pub key: PublicKey,
     /// The UDP port of this host's device.
     pub port: u16,
-    /// The digest of this host's preshared key for the peer; `None`: there is none.
+    /// The digest of this host's preshared key for the peer, or `None` if there is no key.
     pub psk: Option<u32>,
     /// The time of the first look.
     pub time: SystemTime,
@@ -47,7 +47,7 @@ pub struct Handshake {
     pub before: Session,
     /// This end at the second look.
     pub after: Session,
-    /// The other end at both looks; `None`: its daemon did not answer.
+    /// The other end at both looks, or `None` if its daemon did not answer.
     pub there: [Option<FarEnd>; 2],
     /// A host rejects datagrams to the peer's port.
     pub refused: bool,
@@ -56,9 +56,17 @@ pub struct Handshake {
 impl Handshake {
     fn new(to: TunnelToPeer<'_>, time: SystemTime) -> Self {
         let TunnelToPeer { link, tunnel, session } = to;
-        let (before, after) = (session.clone(), session.clone());
-        let (key, port, psk) = (tunnel.key, tunnel.port, to.psk_digest());
-        Self { link, key, port, psk, time, before, after, there: [None, None], refused: false }
+        Self {
+            link,
+            key: tunnel.key,
+            port: tunnel.port,
+            psk: to.psk_digest(),
+            time,
+            before: session.clone(),
+            after: session.clone(),
+            there: [None, None],
+            refused: false,
+        }
     }
 
     /// Whether packets of the peer were accepted here between both looks.
@@ -66,7 +74,8 @@ impl Handshake {
         self.after.received > self.before.received
     }
 
-    /// The same for packets of this host at the peer; `None`: not known.
+    /// Whether packets of this host were accepted at the peer between both looks, or `None` if it is
+    /// not known.
     pub fn arrived_there(&self) -> Option<bool> {
         let received = |end: &Option<FarEnd>| Some(end.as_ref()?.peer.as_ref()?.received);
         let [before, after] = self.there.each_ref().map(received);
@@ -84,7 +93,7 @@ pub(crate) struct Watch {
     start: Instant,
     devices: Devices,
     port: u16,
-    /// One for each question; `None`: there is no tunnel.
+    /// One for each question, or `None` if the question has no tunnel.
     looks: Vec<Option<Look>>,
 }
 
@@ -97,7 +106,7 @@ struct Look {
 }
 
 impl Watch {
-    /// Reads the tunnels, and asks the daemons of the peers. `None`: there are no such tunnels.
+    /// Reads the tunnels, and asks the daemons of the peers. `None` if no tunnel is encrypted.
     ///
     /// # Errors
     /// The tunnels cannot be read.
@@ -109,7 +118,8 @@ impl Watch {
         if devices.encrypted().is_empty() {
             return Ok(None);
         }
-        let (tunnels, time) = (read(devices).await?, SystemTime::now());
+        let tunnels = read(devices).await?;
+        let time = SystemTime::now();
         let tunnels = tunnels.by_subnet();
         let look = |target: &Target, question: &Question| {
             let is = |subnet: &&Subnet| subnet.family() == question.family;
@@ -139,7 +149,8 @@ impl Watch {
             let mut second = Vec::new();
             let of_silent = looks.iter_mut().zip(silent).filter(|(_, silent)| **silent);
             for look in of_silent.filter_map(|(look, _)| look.as_mut()) {
-                let (public, family) = (look.public, look.subnet.family());
+                let public = look.public;
+                let family = look.subnet.family();
                 let to = look.state.before.endpoint;
                 let both = async move { tokio::join!(ask(public, port, family), is_refused(to)) };
                 second.push((look, tokio::spawn(both)));

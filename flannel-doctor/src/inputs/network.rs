@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 
+use flannel_api::{Deployment, PeerState};
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::Datapath;
@@ -12,8 +13,8 @@ use flannel_core::object::{LinkName, MacAddr};
 pub struct Network {
     /// The daemon runs.
     pub daemon: bool,
-    /// The store of the daemon's leases.
-    pub store: Option<String>,
+    /// How the daemon is deployed.
+    pub deployment: Deployment,
     /// The devices that the network needs are known.
     pub known: bool,
     /// The backend type in the leases of this node's backend.
@@ -59,7 +60,7 @@ pub struct Target {
     /// The backend type in its lease.
     pub backend: String,
     /// Its state, as the daemon reports it.
-    pub state: String,
+    pub state: PeerState,
     /// The MTUs that the daemon gave the routes to its subnets, in bytes, because larger packets
     /// are lost.
     pub mtus: Dual<u32>,

@@ -11,7 +11,7 @@ use flannel_core::object::LinkName;
 use serde::Serialize;
 
 use crate::inputs::devices::Devices;
-use crate::inputs::echo::{Answer, Probe};
+use crate::inputs::echo::{EchoResult, Probe};
 use crate::inputs::network::Target;
 use crate::path_probe::client::Segments;
 
@@ -75,9 +75,11 @@ impl Question {
             .is_some_and(|device| devices.datapath.devices.values().any(|tunnel| *tunnel == device))
     }
 
-    /// The same for a peer on this host's link that is reached without the tunnel (DirectRouting).
+    /// The question to a peer on this host's link, which is reached without the tunnel
+    /// (DirectRouting).
     pub fn direct(self, devices: &Devices) -> Self {
-        let (device, full) = (devices.uplink, self.tunnel.map(|(_, full)| full));
+        let device = devices.uplink;
+        let full = self.tunnel.map(|(_, full)| full);
         Self {
             device,
             takes: device.and_then(|device| devices.takes(device)),
@@ -119,15 +121,17 @@ pub struct EchoReport {
 
 impl EchoReport {
     /// The report of one echo.
-    pub fn new(probe: Probe, answer: &Answer) -> Self {
+    pub fn new(probe: Probe, answer: &EchoResult) -> Self {
         let (state, seconds, detail) = match answer {
-            Answer::Reply(took) => ("reply", Some((took.as_secs_f64() * 1e6).round() / 1e6), None),
-            Answer::TooBig(most) => {
+            EchoResult::Reply(took) => {
+                ("reply", Some((took.as_secs_f64() * 1e6).round() / 1e6), None)
+            }
+            EchoResult::TooBig(most) => {
                 ("too big", None, most.map(|most| format!("at most {most} bytes pass")))
             }
-            Answer::Nothing => ("no reply", None, None),
-            Answer::NotSent(error) => ("not sent", None, Some(error.clone())),
-            Answer::NotAllowed => ("not asked", None, None),
+            EchoResult::Nothing => ("no reply", None, None),
+            EchoResult::NotSent(error) => ("not sent", None, Some(error.clone())),
+            EchoResult::NotAllowed => ("not asked", None, None),
         };
         Self { size: probe.size, state, seconds, detail }
     }

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::inputs::devices::Devices;
-use crate::inputs::echo::{Answer, Probe, echo};
+use crate::inputs::echo::{EchoResult, Probe, echo};
 use crate::inputs::handshakes::{self, Handshake, Watch};
 use crate::inputs::network::Target;
 use crate::inputs::peers::Question;
@@ -22,8 +22,8 @@ const MAX_PATHS: usize = 4;
 const PARTS: u32 = 16;
 /// The largest number of steps, up to packets of 9,000 bytes.
 const STEPS: u32 = 4;
-/// The longest time for the questions to up to 64 peers: that of the looks at encrypted tunnels.
-/// Probes of paths take less, and so do echoes.
+/// The longest time for the questions to up to 64 peers. The looks at encrypted tunnels take it.
+/// Probes of paths and echoes take less.
 pub const LONGEST: Duration = handshakes::LONGEST;
 const _: () = assert!(
     LONGEST.as_millis()
@@ -31,22 +31,27 @@ const _: () = assert!(
 );
 
 /// The answers to one question.
-pub struct PeerAnswers {
+pub struct PeerResults {
     /// The echoes, with their answers.
-    pub echoes: Vec<(Probe, Answer)>,
+    pub echoes: Vec<(Probe, EchoResult)>,
     /// The result of the path probe.
     pub path: PathProbe,
     /// The largest echo that passes, in bytes; `None` if the path was not searched. Only paths on
     /// which large echoes are lost are searched.
     pub passes: Option<u16>,
-    /// The state of the encrypted tunnel; `None`: there is none, or it could not be read.
+    /// The state of the encrypted tunnel, or `None` if there is no tunnel or it cannot be read.
     pub handshake: Option<Handshake>,
 }
 
-/// The answers to all questions, and the reasons if echoes cannot be sent or tunnels not be read.
-pub type AllAnswers = (Vec<PeerAnswers>, Vec<String>);
+/// The answers to all questions.
+pub struct QueryResults {
+    /// One for each question, in their order.
+    pub peers: Vec<PeerResults>,
+    /// Why echoes cannot be sent, or tunnels not be read.
+    pub unread: Vec<String>,
+}
 
-/// Asks all questions at once. The answers have the order of the questions. With `bare` some nodes
+/// Asks all questions at once. With `bare` some nodes
 /// are reached without a tunnel. Their daemons are probed at their public addresses, because
 /// nothing may answer at their tunnel addresses.
 ///
@@ -57,7 +62,7 @@ pub async fn query_peers(
     devices: &Devices,
     bare: bool,
     port: u16,
-) -> Result<AllAnswers, String> {
+) -> Result<QueryResults, String> {
     let all = || questions.iter().flat_map(|(_, of_peer)| of_peer);
     let probes: Vec<Probe> = all().flat_map(Question::probes).collect();
     if probes.is_empty() {
@@ -79,7 +84,7 @@ pub async fn query_peers(
         })
         .collect();
     let (echoes, echo_error) = echoes.await.map_err(|error| error.to_string())?;
-    let all_echoes: Vec<(Probe, Answer)> = probes.into_iter().zip(echoes).collect();
+    let all_echoes: Vec<(Probe, EchoResult)> = probes.into_iter().zip(echoes).collect();
     let paths = lossy(all().map(|question| question.probes().count()), &all_echoes);
     let passes = tokio::task::spawn_blocking(move || {
         search(paths, |probes| echo(probes, SEARCH_TIMEOUT).ok())
@@ -91,13 +96,13 @@ pub async fn query_peers(
         let echoes = echoes.by_ref().take(question.probes().count()).collect();
         let path = path.await.ok().flatten().unwrap_or_default();
         let passes = passes_to(question, &searched);
-        found.push(PeerAnswers { echoes, path, passes, handshake: None });
+        found.push(PeerResults { echoes, path, passes, handshake: None });
     }
-    let mut unknown: Vec<String> = echo_error.into_iter().collect();
+    let mut unread: Vec<String> = echo_error.into_iter().collect();
     let handshakes = match watch {
         Ok(Some(watch)) => {
-            let is_silent = |answers: &PeerAnswers| {
-                answers.echoes.first().is_some_and(|(_, answer)| *answer == Answer::Nothing)
+            let is_silent = |answers: &PeerResults| {
+                answers.echoes.first().is_some_and(|(_, answer)| *answer == EchoResult::Nothing)
             };
             watch.end(&found.iter().map(is_silent).collect::<Vec<_>>()).await
         }
@@ -106,9 +111,9 @@ pub async fn query_peers(
     };
     match handshakes {
         Ok(all) => found.iter_mut().zip(all).for_each(|(found, of)| found.handshake = of),
-        Err(error) => unknown.push(error),
+        Err(error) => unread.push(error),
     }
-    Ok((found, unknown))
+    Ok(QueryResults { peers: found, unread })
 }
 
 /// A path on which packets of `passes` bytes arrive, and packets of `lost` bytes do not.
@@ -122,15 +127,15 @@ struct Path {
 /// At most `MAX_PATHS` paths on which only small packets arrive and no router reports its MTU.
 /// `counts` is the number of echoes of each question. The first two take the path of packets of
 /// pods.
-fn lossy(counts: impl Iterator<Item = usize>, echoes: &[(Probe, Answer)]) -> Vec<Path> {
+fn lossy(counts: impl Iterator<Item = usize>, echoes: &[(Probe, EchoResult)]) -> Vec<Path> {
     let mut rest = echoes;
     let path = |count: usize| {
         let (mine, others) = rest.split_at(count);
         rest = others;
         match mine {
             [
-                (small, Answer::Reply(_)),
-                (full, Answer::Nothing | Answer::TooBig(None | Some(0))),
+                (small, EchoResult::Reply(_)),
+                (full, EchoResult::Nothing | EchoResult::TooBig(None | Some(0))),
                 ..,
             ] => Some(Path { to: small.to, passes: small.size, lost: full.size }),
             _ => None,
@@ -148,11 +153,12 @@ fn passes_to(question: &Question, searched: &[Path]) -> Option<u16> {
 /// Finds the largest packet that passes on each path; `None` if no echo can be sent.
 fn search(
     mut paths: Vec<Path>,
-    echo: impl Fn(&[Probe]) -> Option<Vec<Answer>>,
+    echo: impl Fn(&[Probe]) -> Option<Vec<EchoResult>>,
 ) -> Option<Vec<Path>> {
     while paths.iter().any(|path| path.lost - path.passes > 1) {
         let sizes = |path: &Path| {
-            let (from, room) = (u32::from(path.passes), u32::from(path.lost - path.passes));
+            let from = u32::from(path.passes);
+            let room = u32::from(path.lost - path.passes);
             let mut sizes: Vec<u32> = (1..PARTS).map(|part| from + room * part / PARTS).collect();
             // At least the next size, if there is less room than parts.
             sizes.push(from + 1);
@@ -171,7 +177,9 @@ fn search(
             let arrived: Vec<u16> = sent
                 .iter()
                 .zip(answers.by_ref())
-                .filter_map(|(size, answer)| matches!(answer, Answer::Reply(_)).then_some(*size))
+                .filter_map(|(size, answer)| {
+                    matches!(answer, EchoResult::Reply(_)).then_some(*size)
+                })
                 .collect();
             path.passes = arrived.last().copied().unwrap_or(path.passes);
             path.lost = sent.into_iter().find(|size| *size > path.passes).unwrap_or(path.lost);
@@ -180,16 +188,16 @@ fn search(
     Some(paths)
 }
 
-/// The answers to all echoes. Without the privilege each is [`Answer::NotAllowed`].
+/// The answers to all echoes. Without the privilege each is [`EchoResult::NotAllowed`].
 fn echoes(
     probes: &[Probe],
-    echo: impl FnOnce() -> std::io::Result<Vec<Answer>>,
-) -> (Vec<Answer>, Option<String>) {
+    echo: impl FnOnce() -> std::io::Result<Vec<EchoResult>>,
+) -> (Vec<EchoResult>, Option<String>) {
     match echo() {
         Ok(answers) => (answers, None),
         Err(error) => {
             let why = format!("echoes cannot be sent: {error} (they need CAP_NET_RAW)");
-            (vec![Answer::NotAllowed; probes.len()], Some(why))
+            (vec![EchoResult::NotAllowed; probes.len()], Some(why))
         }
     }
 }
@@ -203,11 +211,11 @@ mod tests {
         let probes = [Probe { to: IpAddr::from([10, 1, 7, 0]), size: 64 }; 3];
         let (answers, echo_error) =
             echoes(&probes, || Err(std::io::ErrorKind::PermissionDenied.into()));
-        assert_eq!(answers, vec![Answer::NotAllowed; 3]);
+        assert_eq!(answers, vec![EchoResult::NotAllowed; 3]);
         assert!(echo_error.unwrap().contains("CAP_NET_RAW"));
         assert_eq!(
-            echoes(&probes[..1], || Ok(vec![Answer::Nothing])),
-            (vec![Answer::Nothing], None)
+            echoes(&probes[..1], || Ok(vec![EchoResult::Nothing])),
+            (vec![EchoResult::Nothing], None)
         );
     }
 
@@ -244,9 +252,9 @@ mod tests {
                 assert!(probes.len() <= 64, "one group of echoes");
                 let answer = |probe: &Probe| {
                     if probe.size <= most[usize::from(probe.to == to(8))] {
-                        Answer::Reply(Duration::ZERO)
+                        EchoResult::Reply(Duration::ZERO)
                     } else {
-                        Answer::Nothing
+                        EchoResult::Nothing
                     }
                 };
                 Some(probes.iter().map(answer).collect())
@@ -261,14 +269,14 @@ mod tests {
     #[test]
     fn only_paths_that_lose_large_packets_silently_are_searched() {
         let probe = |n: u8, size| Probe { to: IpAddr::from([10, 1, n, 0]), size };
-        let (ok, none) = (Answer::Reply(Duration::ZERO), Answer::Nothing);
+        let (ok, none) = (EchoResult::Reply(Duration::ZERO), EchoResult::Nothing);
         let echoes: Vec<_> = [
             (probe(7, 64), ok.clone()),
             (probe(7, 1450), none.clone()),
             (probe(107, 64), ok.clone()),
             (probe(107, 1500), ok.clone()),
             (probe(8, 64), ok.clone()),
-            (probe(8, 1450), Answer::TooBig(Some(1400))),
+            (probe(8, 1450), EchoResult::TooBig(Some(1400))),
             (probe(9, 64), none.clone()),
             (probe(9, 1450), none.clone()),
             (probe(10, 64), ok.clone()),

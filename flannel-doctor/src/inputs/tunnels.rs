@@ -43,7 +43,8 @@ impl Tunnels {
         read: impl Fn(LinkName) -> Result<Tunnel, KernelError>,
     ) -> (Self, Vec<(LinkName, KernelError)>) {
         let links: BTreeSet<LinkName> = links.into_iter().collect();
-        let (mut found, mut unread) = (Vec::new(), Vec::new());
+        let mut found = Vec::new();
+        let mut unread = Vec::new();
         for link in links {
             match read(link) {
                 Ok(tunnel) => found.push((link, tunnel)),

@@ -79,7 +79,7 @@ pub struct Segments {
     /// The largest packet that arrived at the peer as a datagram, in bytes; 0: none.
     #[serde(rename = "heard")]
     pub largest_datagram: u16,
-    /// The seconds by which the peer's clock is ahead of this host's; `None`: not known.
+    /// The seconds by which the peer's clock is ahead of this host's, or `None` if they are not known.
     pub clock: Option<i64>,
 }
 
@@ -89,7 +89,7 @@ pub struct PathProbe {
     /// The largest packet that the daemon acknowledged outside the tunnel, in bytes; 0: none.
     #[serde(rename = "noticed")]
     pub acknowledged: u16,
-    /// `None`: no daemon that knows this protocol answered through the tunnel.
+    /// `None` if no daemon that knows this protocol answered through the tunnel.
     pub segments: Option<Segments>,
 }
 
@@ -117,7 +117,7 @@ pub async fn probe(
     }
 }
 
-/// `None`: the connection was refused.
+/// `None` if the connection was refused.
 async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Option<PathProbe> {
     let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
     let Ok(inbox) = UdpSocket::bind(any).await else { return Some(PathProbe::default()) };
@@ -151,7 +151,8 @@ async fn send_datagrams(
     let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
     let socket = UdpSocket::bind(any).await?;
     socket.connect(to).await?;
-    let (port, headers) = (inbox.local_addr()?.port(), if to.is_ipv4() { 28 } else { 48 });
+    let port = inbox.local_addr()?.port();
+    let headers = if to.is_ipv4() { 28 } else { 48 };
     for _ in 0..TIMES {
         for size in [SMALL, full] {
             let mut datagram = [&DATAGRAM[..], &port.to_be_bytes(), &nonce].concat();
@@ -166,7 +167,9 @@ async fn send_datagrams(
 
 /// The largest packet that was acknowledged, in bytes. Returns after at most `ACK_TIMEOUT`.
 async fn largest_ack(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> u16 {
-    let (mut largest, mut buffer, end) = (0, [0; 64], Instant::now() + ACK_TIMEOUT);
+    let mut largest = 0;
+    let mut buffer = [0; 64];
+    let end = Instant::now() + ACK_TIMEOUT;
     while largest < full
         && let Ok(Ok((len, from))) = timeout_at(end, inbox.recv_from(&mut buffer)).await
     {
@@ -192,7 +195,8 @@ async fn exchange(
     let segment = socket2::SockRef::from(&*stream).tcp_mss()? as usize;
     // The peer sends no more bytes than have arrived. With enough small segments first, it can send
     // a segment of full size even if all of full size from here are lost.
-    let (small, large) = (2 * segment, amount(stream)?.min(MAX_BYTES - 2 * segment));
+    let small = 2 * segment;
+    let large = amount(stream)?.min(MAX_BYTES - small);
     let sent = small + large;
     let (mut reader, mut writer) = stream.split();
     let send = async {

@@ -58,7 +58,7 @@ pub struct FarEnd {
     pub port: u16,
     /// Its clock, in seconds since 1970.
     pub time: i64,
-    /// Its peer with the pods of the node that asks; `None`: it has none.
+    /// Its peer with the pods of the node that asks, or `None` if it has no such peer.
     pub peer: Option<FarPeer>,
 }
 
@@ -68,7 +68,7 @@ pub struct FarPeer {
     /// The public key by which it knows that node.
     #[serde(with = "text")]
     pub key: PublicKey,
-    /// The digest of the preshared key; `None`: there is none.
+    /// The digest of the preshared key, or `None` if there is no key.
     pub psk: Option<u32>,
     /// Bytes that it received from that node.
     pub received: u64,

@@ -329,7 +329,7 @@ impl Client {
     /// Reads the announced bytes, reports their number, and sends as many, at most a few segments.
     async fn count(&self, mut stream: TcpStream, announced: usize, nonce: Nonce) -> io::Result<()> {
         let mut received = 0;
-        // A timeout is no failure: the bytes that have arrived by then are reported.
+        // A timeout is not a failure: the bytes that have arrived by then are reported.
         if let Ok(taken) =
             timeout(RECEIVE_TIMEOUT, take(&mut stream, announced, &mut received)).await
         {
@@ -337,7 +337,8 @@ impl Client {
         }
         let bytes = amount(&stream)?.min(received);
         let largest_datagram = self.log.largest(self.from, nonce);
-        let (mtu, time) = (self.mtu, clock());
+        let mtu = self.mtu;
+        let time = clock();
         let report = Arrivals { version: 1, received, mtu, largest_datagram, bytes, time };
         let line = serde_json::to_string(&report).map_err(io::Error::other)? + "\n";
         let (mut reader, mut writer) = stream.split();

@@ -23,7 +23,7 @@ const NEW: usize = 100;
 pub(crate) struct Agenda<P> {
     /// The time in which each path is probed.
     interval: Duration,
-    /// The path that had its turn last; `None`: none had one.
+    /// The path that had its turn last, or `None` if no path had one.
     last: Option<P>,
     /// Paths that are new or lost an echo, and paths that fail, with the times of their next
     /// probes. Each pause is constant, so no path waits long behind one that is due later.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use flannel_api::PathState;
 use tokio::time::Instant;
 
 use crate::paths::record::{Change, PathId};
@@ -16,12 +17,12 @@ const LINES: usize = 5;
 #[derive(Debug, Default)]
 pub(crate) struct ChangeLog {
     /// The last change of each path, and its state.
-    changed: BTreeMap<PathId, (Change, &'static str)>,
+    changed: BTreeMap<PathId, (Change, PathState)>,
     written: Option<Instant>,
 }
 
 impl ChangeLog {
-    pub(crate) fn note(&mut self, id: PathId, change: Change, state: &'static str) {
+    pub(crate) fn note(&mut self, id: PathId, change: Change, state: PathState) {
         self.changed.insert(id, (change, state));
     }
 
@@ -70,15 +71,15 @@ mod tests {
     fn the_last_change_of_each_path_is_logged_and_many_share_a_line() {
         let (logged, _guard) = Logged::collect();
         let (mut log, start) = (ChangeLog::default(), Instant::now());
-        log.note(id(1), Change::Fails, "one way");
+        log.note(id(1), Change::Fails, PathState::OneWay);
         log.write(start);
         assert_eq!(logged.count("the path to a peer fails"), 1);
-        (2..=10).for_each(|n| log.note(id(n), Change::Fails, "node down"));
-        log.note(id(1), Change::Works, "ok");
-        log.note(id(1), Change::Fails, "one way");
+        (2..=10).for_each(|n| log.note(id(n), Change::Fails, PathState::NodeDown));
+        log.note(id(1), Change::Works, PathState::Ok);
+        log.note(id(1), Change::Fails, PathState::OneWay);
         log.write(start + PAUSE / 2);
         assert_eq!(logged.count("the path to a peer fails"), 1, "later");
-        log.note(id(2), Change::Lowered, "mtu lowered");
+        log.note(id(2), Change::Lowered, PathState::MtuLowered);
         log.write(start + PAUSE);
         assert_eq!(logged.count("the path to a peer fails"), 1 + LINES);
         assert_eq!(logged.count("a route gets a new MTU"), 1);

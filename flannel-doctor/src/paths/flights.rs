@@ -3,18 +3,18 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::inputs::echo::{Answer, Probe};
+use crate::inputs::echo::{EchoResult, Probe};
 use crate::inputs::echo_socket::Echo;
 use crate::inputs::peers::Question;
 use crate::token::token;
 use tokio::time::Instant;
 
 use crate::paths::record::PathId;
-use crate::paths::verdict::Answers;
+use crate::paths::verdict::EchoReplies;
 
 /// The time to wait for answers. A path is not probed again before.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(1);
-/// Sequence numbers: that of a flight, and the echo in it.
+/// The sequence number of a flight, and the echo in it.
 const ECHOES: u16 = 4;
 /// The echo of the size that the route takes.
 const OF_ROUTE: u16 = 3;
@@ -27,12 +27,12 @@ pub(crate) struct Flights {
     flights: VecDeque<Flight>,
 }
 
-/// One probe. It has an echo for each field of [`Answers`].
+/// One probe. It has an echo for each field of [`EchoReplies`].
 #[derive(Debug)]
 struct Flight {
     id: PathId,
     sent: Instant,
-    answers: Answers,
+    answers: EchoReplies,
     /// The echoes that have no answer. Without one the flight has landed.
     open: [Option<Echo>; ECHOES as usize],
 }
@@ -47,7 +47,7 @@ impl Flights {
     /// Numbers wrap around long after a probe has landed.
     const NUMBERS: u16 = u16::MAX / ECHOES + 1;
 
-    /// Begins a flight. `mtu` is that of the route, if it is lowered. Returns its echoes, with
+    /// Begins a flight. `mtu` is the MTU of the route, if it is lowered. Returns its echoes, with
     /// their sizes.
     pub(crate) fn begin(
         &mut self,
@@ -61,11 +61,11 @@ impl Flights {
         let probes: Vec<Probe> = question.probes().take(3).collect();
         let of_route = probes.first().zip(mtu).map(|(small, size)| Probe { size, ..*small });
         let [public, lowered] = [probes.get(2), of_route.as_ref()].map(|probe| probe.is_some());
-        let answers = Answers {
-            small: Answer::Nothing,
-            full: Answer::Nothing,
-            public: public.then_some(Answer::Nothing),
-            lowered: lowered.then_some(Answer::Nothing),
+        let answers = EchoReplies {
+            small: EchoResult::Nothing,
+            full: EchoResult::Nothing,
+            public: public.then_some(EchoResult::Nothing),
+            lowered: lowered.then_some(EchoResult::Nothing),
         };
         let of_route = of_route.map(|probe| (OF_ROUTE, probe));
         let token = token();
@@ -92,21 +92,25 @@ impl Flights {
         usize::from((number + Self::NUMBERS - self.first) % Self::NUMBERS)
     }
 
-    /// The flight of an echo that has no answer; `None`: the echo is not known, or does not wait.
+    /// The flight of an echo that has no answer. `None` if the echo is not known, or does not wait.
     fn of(&mut self, echo: &Echo) -> Option<&mut Flight> {
         let index = self.index(echo.sequence);
         let flight = self.flights.get_mut(index)?;
         (flight.open[usize::from(echo.sequence % ECHOES)] == Some(*echo)).then_some(flight)
     }
 
-    /// When an echo was sent; `None`: it does not wait for an answer.
+    /// When an echo was sent, or `None` if it does not wait for an answer.
     pub(crate) fn sent(&mut self, echo: &Echo) -> Option<Instant> {
         self.of(echo).map(|flight| flight.sent)
     }
 
     /// Takes in an answer to an echo that waits for one. Returns the flight once all answers are
     /// there.
-    pub(crate) fn answer(&mut self, echo: &Echo, answer: Answer) -> Option<(PathId, Answers)> {
+    pub(crate) fn answer(
+        &mut self,
+        echo: &Echo,
+        answer: EchoResult,
+    ) -> Option<(PathId, EchoReplies)> {
         let flight = self.of(echo)?;
         let place = echo.sequence % ECHOES;
         flight.open[usize::from(place)] = None;
@@ -120,7 +124,7 @@ impl Flights {
     }
 
     /// The next flight whose time is over.
-    pub(crate) fn expired(&mut self, now: Instant) -> Option<(PathId, Answers)> {
+    pub(crate) fn expired(&mut self, now: Instant) -> Option<(PathId, EchoReplies)> {
         loop {
             let flight = self.flights.front()?;
             if !flight.has_landed() && now.duration_since(flight.sent) < TIMEOUT {
@@ -160,8 +164,8 @@ mod tests {
         }
     }
 
-    fn reply() -> Answer {
-        Answer::Reply(Duration::from_millis(1))
+    fn reply() -> EchoResult {
+        EchoResult::Reply(Duration::from_millis(1))
     }
 
     /// The numbers of a probe in a row of more than there are numbers.
@@ -174,14 +178,14 @@ mod tests {
             let second = flights.begin(id(), &question(), Some(1350), now);
             assert_eq!((first.len(), second.len(), second[3].1), (3, 4, 1350));
             assert_eq!(flights.answer(&first[1], reply()), None);
-            assert_eq!(flights.answer(&first[1], Answer::Nothing), None, "a second answer");
+            assert_eq!(flights.answer(&first[1], EchoResult::Nothing), None, "a second answer");
             assert_eq!(flights.answer(&first[2], reply()), None);
             let (_, answers) = flights.answer(&first[0], reply()).unwrap();
             assert_eq!(answers.fault(), None);
             now += TIMEOUT;
             let (_, answers) = flights.expired(now).unwrap();
             assert!(!answers.has_reply(), "those of the second probe: {answers:?}");
-            assert_eq!(answers.lowered, Some(Answer::Nothing));
+            assert_eq!(answers.lowered, Some(EchoResult::Nothing));
             assert_eq!(flights.expired(now), None);
             assert_eq!(flights.answer(&first[0], reply()), None, "it is late");
         }
@@ -205,7 +209,7 @@ mod tests {
         let begun = flights.begin(id(), &question(), Some(1350), now);
         let echoes: Vec<Echo> = begun.iter().map(|(echo, _)| *echo).collect();
         let stranger: std::net::IpAddr = [10, 1, 9, 7].into();
-        for answer in [reply(), Answer::TooBig(Some(576))] {
+        for answer in [reply(), EchoResult::TooBig(Some(576))] {
             for sequence in 0..=u16::MAX {
                 let [small, ..] = echoes[..] else { panic!("{echoes:?}") };
                 let old = Echo { sequence, token: earlier[0].token, ..small };
@@ -228,7 +232,7 @@ mod tests {
         let (_, lost) = flights.expired(now + TIMEOUT).unwrap();
         assert!(!lost.has_reply(), "{lost:?}");
         let (_, lost) = flights.expired(now + TIMEOUT).unwrap();
-        assert_eq!((&lost.full, &lost.lowered), (&Answer::Nothing, &Some(Answer::Nothing)));
+        assert_eq!((&lost.full, &lost.lowered), (&EchoResult::Nothing, &Some(EchoResult::Nothing)));
         assert!(!lost.has_reply(), "{lost:?}");
     }
 }

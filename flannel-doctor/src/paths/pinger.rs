@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use crate::inputs::echo::Answer;
+use crate::inputs::echo::EchoResult;
 use crate::inputs::echo_socket::{Echo, EchoSocket, IcmpMessage};
 use flannel_core::address::{Dual, Family};
 use tokio::net::UdpSocket;
@@ -43,10 +43,10 @@ impl Pinger {
 
     /// Sends an echo, in an IP packet of `size` bytes. Returns the answer if this host does not
     /// send it.
-    pub(crate) fn send(&self, echo: &Echo, size: u16) -> Option<Answer> {
+    pub(crate) fn send(&self, echo: &Echo, size: u16) -> Option<EchoResult> {
         match &self.sockets[Family::of(echo.to)] {
             Some(sockets) => sockets.echo.send(echo, size).err(),
-            None => Some(Answer::NotSent("this host's lease has no such family".to_owned())),
+            None => Some(EchoResult::NotSent("this host's lease has no such family".to_owned())),
         }
     }
 

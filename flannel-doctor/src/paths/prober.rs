@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::inputs::devices::Devices;
-use crate::inputs::echo::Answer;
+use crate::inputs::echo::EchoResult;
 use crate::inputs::echo_socket::{Echo, IcmpMessage};
 use crate::inputs::network::Target;
 use crate::inputs::peers::Question;
 use crate::{Network, PathExamination, examine_path};
+use flannel_api::PeerState;
 use flannel_core::address::Dual;
 use flannel_core::lease::LeaseSet;
 use flannel_core::network::NetworkHandle;
@@ -26,7 +27,7 @@ use crate::paths::flights::{Flights, TIMEOUT};
 use crate::paths::pinger::Pinger;
 use crate::paths::record::{Details, PathId};
 use crate::paths::results::Paths;
-use crate::paths::verdict::Answers;
+use crate::paths::verdict::EchoReplies;
 
 /// The most examinations at the same time, so that many failing paths cost no more than a few.
 const EXAMINATIONS: usize = 8;
@@ -81,8 +82,17 @@ impl<'a> Prober<'a> {
         let Network { datapath, backend, uplink, mtu, .. } = settings.network.clone();
         let devices = Devices { datapath, backend, uplink, mtu, ..Devices::default() };
         let agenda = Agenda::new(settings.interval, Instant::now());
-        let (leases, flights, log) = Default::default();
-        Self { settings, devices, own, paths, pinger, agenda, leases, flights, log }
+        Self {
+            settings,
+            devices,
+            own,
+            paths,
+            pinger,
+            agenda,
+            leases: LeaseSet::default(),
+            flights: Flights::default(),
+            log: ChangeLog::default(),
+        }
     }
 
     async fn run(mut self, mut status: watch::Receiver<Arc<Status>>) -> Infallible {
@@ -119,7 +129,9 @@ impl<'a> Prober<'a> {
     /// Adds and removes paths, because leases changed.
     fn follow_leases(&mut self, status: &Status) {
         let older = std::mem::replace(&mut self.leases, status.leases.clone());
-        let (mut added, mut removed, now) = (Vec::new(), false, Instant::now());
+        let mut added = Vec::new();
+        let mut removed = false;
+        let now = Instant::now();
         for (peer, lease) in self.leases.changes_since(&older) {
             let public = |lease: &Arc<Lease>| lease.attrs.preferred.public;
             let moved = older.get(&peer).map(public) != lease.map(public);
@@ -199,10 +211,10 @@ impl<'a> Prober<'a> {
         let now = Instant::now();
         let answer = match message {
             IcmpMessage::Reply => match self.flights.sent(echo) {
-                Some(sent) => Answer::Reply(now.duration_since(sent)),
+                Some(sent) => EchoResult::Reply(now.duration_since(sent)),
                 None => return,
             },
-            IcmpMessage::TooBig(most) => Answer::TooBig(Some(most)),
+            IcmpMessage::TooBig(most) => EchoResult::TooBig(Some(most)),
         };
         if let Some(flight) = self.flights.answer(echo, answer) {
             self.land(flight, now);
@@ -210,7 +222,7 @@ impl<'a> Prober<'a> {
     }
 
     /// Takes in the answers to a probe.
-    fn land(&mut self, (id, answers): (PathId, Answers), now: Instant) {
+    fn land(&mut self, (id, answers): (PathId, EchoReplies), now: Instant) {
         let Some((outcome, change)) = self.paths.record(&id, &answers, now) else { return };
         self.agenda.note(id, outcome, now);
         if let Some(change) = change {
@@ -225,7 +237,8 @@ impl<'a> Prober<'a> {
             && let Some(id) = self.paths.to_examine(now)
         {
             let Some(lease) = self.leases.get(&id.peer) else { continue };
-            let (target, network) = (target(lease), self.settings.network.clone());
+            let target = target(lease);
+            let network = self.settings.network.clone();
             let port = self.settings.doctor_port;
             examinations.spawn(async move {
                 let found = examine_path(&network, &target, id.family, port).await;
@@ -252,7 +265,7 @@ fn target(lease: &Lease) -> Target {
         subnets: lease.subnets.iter().collect(),
         public: offer.public,
         backend: offer.kind.to_string(),
-        state: String::new(),
+        state: PeerState::Unknown,
         mtus: Dual::default(),
     }
 }

@@ -3,13 +3,13 @@
 use std::num::NonZeroU32;
 use std::time::SystemTime;
 
-use flannel_api::Finding;
 use flannel_core::Subnets;
 use flannel_core::address::Family;
 use tokio::time::Instant;
 
+use crate::finding::Finding;
 use crate::paths::agenda::Outcome;
-use crate::paths::verdict::{Answers, Fault};
+use crate::paths::verdict::{EchoReplies, Fault};
 
 /// The number of probes with a loss, one after the other, after which a path fails. As many without
 /// a loss end the need for a lower MTU.
@@ -81,7 +81,7 @@ pub(crate) enum Change {
 
 impl Record {
     /// Takes in the answers to a probe.
-    pub(crate) fn record(&mut self, answers: &Answers) -> (Outcome, Option<Change>) {
+    pub(crate) fn record(&mut self, answers: &EchoReplies) -> (Outcome, Option<Change>) {
         self.has_replied |= answers.has_reply();
         if let Some(took) = answers.round_trip() {
             let micros = u32::try_from(took.as_micros()).unwrap_or(u32::MAX);
@@ -142,7 +142,8 @@ impl Record {
             _ => {}
         }
         self.narrower = 0;
-        let (before, passes) = (self.mtu, details.passes);
+        let before = self.mtu;
+        let passes = details.passes;
         failing.details = Some(details);
         if lowers && failing.fault == Fault::FullSizeLost && passes.is_some() {
             let least = family.least_mtu().max(LEAST);
@@ -177,28 +178,28 @@ impl Record {
 mod tests {
     use std::time::Duration;
 
-    use crate::inputs::echo::Answer;
+    use crate::inputs::echo::EchoResult;
 
     use super::*;
 
-    fn reply() -> Answer {
-        Answer::Reply(Duration::from_millis(1))
+    fn reply() -> EchoResult {
+        EchoResult::Reply(Duration::from_millis(1))
     }
 
-    fn answers(small: Answer, full: Answer, public: Answer) -> Answers {
-        Answers { small, full, public: Some(public), lowered: None }
+    fn answers(small: EchoResult, full: EchoResult, public: EchoResult) -> EchoReplies {
+        EchoReplies { small, full, public: Some(public), lowered: None }
     }
 
-    fn works() -> Answers {
+    fn works() -> EchoReplies {
         answers(reply(), reply(), reply())
     }
 
-    fn blocked() -> Answers {
-        answers(Answer::Nothing, Answer::Nothing, reply())
+    fn blocked() -> EchoReplies {
+        answers(EchoResult::Nothing, EchoResult::Nothing, reply())
     }
 
-    fn silent() -> Answers {
-        answers(Answer::Nothing, Answer::Nothing, Answer::Nothing)
+    fn silent() -> EchoReplies {
+        answers(EchoResult::Nothing, EchoResult::Nothing, EchoResult::Nothing)
     }
 
     #[test]
@@ -232,7 +233,7 @@ mod tests {
     #[test]
     fn an_mtu_stays_until_three_probes_pass_whatever_is_lost_meanwhile() {
         let mut record = Record::default();
-        let lossy = || answers(reply(), Answer::Nothing, reply());
+        let lossy = || answers(reply(), EchoResult::Nothing, reply());
         for _ in 0..3 {
             record.record(&lossy());
         }
@@ -263,17 +264,19 @@ mod tests {
     #[test]
     fn a_path_becomes_narrower_after_three_losses() {
         let mut record = Record::default();
-        let lossy = |lowered| Answers {
+        let lossy = |lowered| EchoReplies {
             lowered: Some(lowered),
-            ..answers(reply(), Answer::Nothing, reply())
+            ..answers(reply(), EchoResult::Nothing, reply())
         };
         (0..3).for_each(|_| _ = record.record(&lossy(reply())));
         record.examined(Family::V4, false, Details { passes: Some(1350), finding: None }, true);
-        for lowered in [reply(), Answer::Nothing, Answer::Nothing, reply(), Answer::Nothing] {
+        for lowered in
+            [reply(), EchoResult::Nothing, EchoResult::Nothing, reply(), EchoResult::Nothing]
+        {
             record.record(&lossy(lowered));
             assert!(!record.is_narrower());
         }
-        (0..300).for_each(|_| _ = record.record(&lossy(Answer::Nothing)));
+        (0..300).for_each(|_| _ = record.record(&lossy(EchoResult::Nothing)));
         assert!(record.is_narrower() && record.is_lowered());
         assert_eq!(record.losses, 0, "other losses count from the first one");
         record.examined(Family::V4, false, Details { passes: Some(1300), finding: None }, true);

@@ -5,26 +5,25 @@ use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
-use flannel_api::{Finding, PathReport, PathsSummary, rounded, seconds};
-use flannel_core::Subnet;
+use flannel_api::{Deployment, More, PathReport, PathState, PathsSummary, rounded, seconds};
 use flannel_core::runtime::lock;
 use flannel_core::status::Histogram;
+use flannel_core::{Remedy, Subnet};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::finding::{Check, Finding};
 use crate::paths::agenda::Outcome;
 use crate::paths::record::{Change, Details, PathId, Record};
-use crate::paths::verdict::{Answers, Fault};
+use crate::paths::verdict::EchoReplies;
+use crate::remedy::render;
 
 /// If no node replies for this time, the fault is this host's underlay and not a node.
 const NO_REPLY: Duration = Duration::from_secs(5);
 /// The time after which a path that still fails is examined again.
 const EXAMINE_AGAIN: Duration = Duration::from_secs(300);
-/// The same for a path that became narrower than its route.
+/// The time after which a path is examined again that became narrower than its route.
 const EXAMINE_NARROWER: Duration = Duration::from_secs(30);
-const OK: &str = "ok";
-const UNKNOWN: &str = "unknown";
-const LOWERED: &str = "mtu lowered";
 /// The maximum number of lowered MTUs that a summary explains.
 const MOST_LOWERED: usize = 5;
 
@@ -50,16 +49,14 @@ struct Table {
 impl Paths {
     /// No results. Each path is probed within `interval`.
     pub fn new(interval: Duration) -> Self {
-        let (records, failing, round_trips, replied, error) = Default::default();
-        let mtus = watch::channel(Arc::default()).0;
         Self(Arc::new(Mutex::new(Table {
             interval,
-            records,
-            failing,
-            round_trips,
-            replied,
-            error,
-            mtus,
+            records: BTreeMap::new(),
+            failing: BTreeSet::new(),
+            round_trips: Histogram::default(),
+            replied: None,
+            error: None,
+            mtus: watch::channel(Arc::default()).0,
             is_stale: false,
         })))
     }
@@ -77,14 +74,13 @@ impl Paths {
     /// The numbers of paths. Takes O(n) for n paths.
     pub fn summary(&self) -> PathsSummary {
         let table = self.table();
-        let all = [OK, UNKNOWN, LOWERED].into_iter().chain(Fault::NAMES);
-        let mut states: BTreeMap<String, u64> = all.map(|state| (state.to_owned(), 0)).collect();
+        let mut states: BTreeMap<PathState, u64> = PathState::ALL.map(|state| (state, 0)).into();
         let mut oldest = Some(Duration::ZERO);
         for record in table.records.values() {
-            *states.entry(table.state(record).to_owned()).or_default() += 1;
+            *states.entry(table.state(record)).or_default() += 1;
             oldest = oldest.zip(record.probed).map(|(oldest, at)| oldest.max(at.elapsed()));
         }
-        let lowered = states.get(LOWERED).copied().unwrap_or_default();
+        let lowered = states[&PathState::MtuLowered];
         PathsSummary {
             interval: rounded(table.interval),
             states,
@@ -97,19 +93,21 @@ impl Paths {
                 .collect(),
             oldest: oldest.map(rounded),
             error: table.error.clone(),
+            more: More::new(),
         }
     }
 
     /// One report for each path: failing paths first, then those with lowered MTUs, then the
-    /// longest round trips.
-    pub fn report(&self) -> Vec<PathReport> {
-        let (now, table) = (SystemTime::now(), self.table());
+    /// longest round trips. Repairs are commands for the deployment.
+    pub fn report(&self, deployment: Deployment) -> Vec<PathReport> {
+        let now = SystemTime::now();
+        let table = self.table();
         let mut records: Vec<_> = table.records.iter().collect();
         records.sort_by(|(_, a), (_, b)| {
             let works = |record: &Record| (record.fault.is_none(), record.is_lowered());
             works(a).cmp(&works(b)).then(b.round_trip.cmp(&a.round_trip))
         });
-        records.into_iter().map(|(id, record)| table.path(id, record, now)).collect()
+        records.into_iter().map(|(id, record)| table.path(id, record, now, deployment)).collect()
     }
 
     /// The round trips of all small echoes so far.
@@ -133,7 +131,7 @@ impl Paths {
         }
     }
 
-    /// The path after this one, and after the last one the first. `None`: there are no paths.
+    /// The path after this one, and after the last one the first. `None` if there are no paths.
     pub(crate) fn after(&self, id: Option<PathId>) -> Option<PathId> {
         let table = self.table();
         let rest = id.map(|id| table.records.range((Bound::Excluded(id), Bound::Unbounded)));
@@ -180,11 +178,11 @@ impl Paths {
         record.mtu
     }
 
-    /// Takes in the answers to a probe. `None`: the path is gone.
+    /// Takes in the answers to a probe. `None` if the path is gone.
     pub(crate) fn record(
         &self,
         id: &PathId,
-        answers: &Answers,
+        answers: &EchoReplies,
         now: Instant,
     ) -> Option<(Outcome, Option<Change>)> {
         let mut table = self.table();
@@ -241,19 +239,19 @@ impl Paths {
     }
 
     /// The state of a path.
-    pub(crate) fn state(&self, id: &PathId) -> &'static str {
+    pub(crate) fn state(&self, id: &PathId) -> PathState {
         let table = self.table();
-        table.records.get(id).map_or(UNKNOWN, |record| table.state(record))
+        table.records.get(id).map_or(PathState::Unknown, |record| table.state(record))
     }
 }
 
 impl Table {
-    fn state(&self, record: &Record) -> &'static str {
+    fn state(&self, record: &Record) -> PathState {
         match &record.fault {
-            Some(_) if record.is_lowered() => LOWERED,
-            Some(failing) => failing.fault.name(self.any_reply()),
-            None if record.has_replied => OK,
-            None => UNKNOWN,
+            Some(_) if record.is_lowered() => PathState::MtuLowered,
+            Some(failing) => failing.fault.state(self.any_reply()),
+            None if record.has_replied => PathState::Ok,
+            None => PathState::Unknown,
         }
     }
 
@@ -279,52 +277,64 @@ impl Table {
         });
     }
 
-    /// Why the route of a path has an MTU; `None`: its MTU is not lowered, or the path fails.
+    /// Why the route of a path has an MTU. `None` if its MTU is not lowered, or if the path fails.
     fn lowered(&self, id: &PathId) -> Option<String> {
         let record = self.records.get(id).filter(|record| record.is_lowered())?;
-        let (mtu, subnet) = (record.mtu?, id.peer.family(id.family)?);
+        let mtu = record.mtu?;
+        let subnet = id.peer.family(id.family)?;
         Some(format!(
             "packets of more than {mtu} bytes are lost on the path to {subnet}: its route has mtu \
              {mtu}"
         ))
     }
 
-    fn path(&self, id: &PathId, record: &Record, now: SystemTime) -> PathReport {
-        let lowered = self.lowered(id);
+    fn path(
+        &self,
+        id: &PathId,
+        record: &Record,
+        now: SystemTime,
+        deployment: Deployment,
+    ) -> PathReport {
         let failing = record.fault.as_deref();
         let details = failing.and_then(|failing| failing.details.as_ref());
-        let finding = details.and_then(|details| details.finding.as_ref());
-        let finding = finding.filter(|_| lowered.is_none());
         let state = self.state(record);
-        // The examination of one path does not know that no other node replies either.
-        let of_peer = |finding: &&Finding| finding.check == "peer";
-        let (finding, underlay) = match finding.filter(of_peer) {
-            Some(_) if state == Fault::UnderlayDown.name(true) => {
-                (None, Some("no node replies: the network of this host may be broken"))
+        let (text, remedy) = match self.lowered(id) {
+            Some(text) => (Some(text), None),
+            None => {
+                let finding = details.and_then(|details| details.finding.as_ref());
+                explanation(finding, state).unzip()
             }
-            _ => (finding, None),
         };
-        let text = lowered.or_else(|| finding.map(|finding| finding.text.clone()));
         PathReport {
             key: id.peer.to_string(),
             family: id.family.to_string(),
-            state: state.to_owned(),
+            state,
             since: failing.map(|failing| seconds(failing.since)),
             probed: record.probed.and_then(|at| now.checked_sub(at.elapsed())).map(seconds),
             round_trip: record.round_trip.map(|micros| f64::from(micros.get()) / 1e6),
             passes: record.mtu.or_else(|| details.and_then(|details| details.passes)),
             mtu: record.mtu,
-            text: text.or_else(|| underlay.map(str::to_owned)),
-            repair: finding
-                .and_then(|finding| finding.repair.clone())
-                .or_else(|| underlay.map(|_| "flannelctl doctor".to_owned())),
+            text,
+            repair: remedy.flatten().map(|remedy| render(&remedy, deployment)),
+            more: More::new(),
         }
     }
 }
 
+/// The text about a failing path by the finding of its examination, and the remedy.
+fn explanation(finding: Option<&Finding>, state: PathState) -> Option<(String, Option<Remedy>)> {
+    let finding = finding?;
+    // The examination of one path does not know that no other node replies either.
+    if finding.check == Check::Peer && state == PathState::UnderlayDown {
+        let text = "no node replies: the network of this host may be broken";
+        return Some((text.to_owned(), Some(Remedy::ExamineNode)));
+    }
+    Some((finding.text.clone(), finding.remedy.clone()))
+}
+
 #[cfg(test)]
 mod tests {
-    use crate::inputs::echo::Answer;
+    use crate::inputs::echo::EchoResult;
     use flannel_core::address::Family;
 
     use super::*;
@@ -336,9 +346,9 @@ mod tests {
     }
 
     fn probe(paths: &Paths, family: Family, full: bool) {
-        let reply = || Answer::Reply(Duration::from_millis(1));
-        let full = if full { reply() } else { Answer::Nothing };
-        let answers = Answers { small: reply(), full, public: None, lowered: None };
+        let reply = || EchoResult::Reply(Duration::from_millis(1));
+        let full = if full { reply() } else { EchoResult::Nothing };
+        let answers = EchoReplies { small: reply(), full, public: None, lowered: None };
         paths.record(&id(family), &answers, Instant::now()).unwrap();
     }
 
@@ -356,15 +366,15 @@ mod tests {
         paths.examined(&id(family), false, Details { passes, finding: None })
     }
 
-    fn states(paths: &Paths) -> Vec<(String, Option<u16>)> {
-        paths.report().into_iter().map(|path| (path.state, path.mtu)).collect()
+    fn states(paths: &Paths) -> Vec<(PathState, Option<u16>)> {
+        paths.report(Deployment::Systemd).into_iter().map(|path| (path.state, path.mtu)).collect()
     }
 
     #[test]
     fn the_mtu_that_passes_is_published_and_the_path_does_not_fail() {
         let paths = lossy();
         examine(&paths, Family::V4, Some(1350));
-        let lost = || ("full size lost".to_owned(), None);
+        let lost = || (PathState::FullSizeLost, None);
         assert_eq!(states(&paths), [lost(), lost()], "nobody lowers the MTUs of routes");
         let mut mtus = paths.mtus();
         let mut published = || {
@@ -376,14 +386,14 @@ mod tests {
         };
         assert_eq!(examine(&paths, Family::V4, Some(1350)), Some(Change::Lowered));
         assert_eq!(published(), (true, format!("{FOUR} 1350")));
-        assert_eq!(states(&paths), [lost(), ("mtu lowered".to_owned(), Some(1350))]);
+        assert_eq!(states(&paths), [lost(), (PathState::MtuLowered, Some(1350))]);
         let summary = paths.summary();
-        assert_eq!((summary.failing, summary.states["mtu lowered"]), (1, 1));
+        assert_eq!((summary.failing, summary.states[&PathState::MtuLowered]), (1, 1));
         let why = format!(
             "packets of more than 1350 bytes are lost on the path to {FOUR}: its route has mtu 1350"
         );
         assert_eq!(summary.lowered, std::slice::from_ref(&why));
-        let report = &paths.report()[1];
+        let report = &paths.report(Deployment::Systemd)[1];
         assert_eq!((report.text.as_ref(), report.passes), (Some(&why), Some(1350)));
         // Another size, and an examination that did not find one.
         assert_eq!(examine(&paths, Family::V4, Some(1400)), Some(Change::Lowered));

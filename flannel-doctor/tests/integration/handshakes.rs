@@ -4,16 +4,17 @@ use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use flannel_api::Finding;
+use flannel_api::PeerState;
 use flannel_core::SubnetManager;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::object::LinkName;
 use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
+use flannel_doctor::finding::Check;
 use flannel_doctor::inputs::network::Target;
 use flannel_doctor::path_probe::server::{ServerConfig, serve};
-use flannel_doctor::{Network, examine_path};
+use flannel_doctor::{Finding, Network, examine_path};
 use flannel_netlink::testing::{Netns, in_netns, ip, run};
 use test_support::guest::in_qemu;
 use tokio::sync::{oneshot, watch};
@@ -120,15 +121,15 @@ fn finding() -> Option<Finding> {
         subnets: vec!["10.1.1.0/24".parse().unwrap()],
         public: ["192.0.2.1".parse().unwrap()].into_iter().collect(),
         backend: "wireguard".into(),
-        state: "in place".into(),
+        state: PeerState::InPlace,
         mtus: Dual::default(),
     };
     runtime().block_on(examine_path(&network, &target, Family::V4, PORT)).unwrap().finding
 }
 
 /// Asserts that the check finds this, at the latest when the daemon answers in time.
-fn assert_finding(check: &str, text: &str) {
-    let is = |found: &Finding| found.check == check && found.text.contains(text);
+fn assert_finding(check: &Check, text: &str) {
+    let is = |found: &Finding| found.check == *check && found.text.contains(text);
     let mut found = Vec::new();
     while !found.iter().flatten().any(is) {
         assert!(found.len() < 4, "{text}: {found:?}");
@@ -176,32 +177,35 @@ fn the_causes_of_a_missing_handshake_are_told_apart() {
 
                 reset();
                 far.run(|| wg(&format!("peer {} preshared-key /run/psk2", KEYS[0].1)));
-                assert_finding("handshake", "it has another preshared key (PSK, PSKFile)");
+                assert_finding(&Check::Handshake, "it has another preshared key (PSK, PSKFile)");
 
                 reset();
                 far.run(|| wg("private-key /run/key2"));
-                assert_finding("handshake", &format!("has the public key {}", KEYS[2].1));
+                assert_finding(&Check::Handshake, &format!("has the public key {}", KEYS[2].1));
                 far.run(|| wg("private-key /run/key1"));
 
                 reset();
                 far.run(|| wg(&format!("peer {} remove", KEYS[0].1)));
-                assert_finding("handshake", "it has no peer for this node");
+                assert_finding(&Check::Handshake, "it has no peer for this node");
                 far.run(|| wg(&format!("peer {} allowed-ips 10.1.0.0/24", KEYS[2].1)));
-                assert_finding("handshake", &format!("by the public key {}", KEYS[2].1));
+                assert_finding(&Check::Handshake, &format!("by the public key {}", KEYS[2].1));
 
                 reset();
                 far.run(block);
                 let text = "packets to its UDP port 51820 do not arrive, and those from it arrive";
-                assert_finding("handshake", text);
+                assert_finding(&Check::Handshake, text);
                 block();
-                assert_finding("handshake", "no packet arrives, at UDP port 51820 there");
+                assert_finding(&Check::Handshake, "no packet arrives, at UDP port 51820 there");
                 far.run(unblock);
-                assert_finding("handshake", "its packets do not arrive at UDP port 51820 here");
+                assert_finding(
+                    &Check::Handshake,
+                    "its packets do not arrive at UDP port 51820 here",
+                );
                 unblock();
 
                 reset();
                 far.run(|| ip("link set flannel-wg down"));
-                assert_finding("handshake", "its UDP port 51820 is closed");
+                assert_finding(&Check::Handshake, "its UDP port 51820 is closed");
                 far.run(|| {
                     ip("link set flannel-wg up");
                     ip("route add 10.1.0.0/16 dev flannel-wg");
@@ -215,7 +219,7 @@ fn the_causes_of_a_missing_handshake_are_told_apart() {
                 run("date", &format!("-s @{now}"));
                 peer(0);
                 assert!(!passes(), "the kernel ignores such a handshake");
-                assert_finding("clock", "the clock of this host was set back");
+                assert_finding(&Check::Clock, "the clock of this host was set back");
                 // The repair of the finding.
                 far.run(|| peer(1));
                 peer(0);
@@ -226,7 +230,10 @@ fn the_causes_of_a_missing_handshake_are_told_apart() {
             // An older daemon is there, or none.
             reset();
             far.run(|| wg(&format!("peer {} preshared-key /run/psk2", KEYS[0].1)));
-            assert_finding("handshake", "nothing comes from it: UDP port 51820 may be blocked");
+            assert_finding(
+                &Check::Handshake,
+                "nothing comes from it: UDP port 51820 may be blocked",
+            );
             // It begins handshakes, and gets no answer.
             reset();
             far.run(block);
@@ -235,7 +242,7 @@ fn the_causes_of_a_missing_handshake_are_told_apart() {
                     far.run(|| std::panic::catch_unwind(|| run("ping", "-c 8 -q 10.1.0.0")))
                 });
                 assert_finding(
-                    "handshake",
+                    &Check::Handshake,
                     "are lost, or the preshared keys (PSK, PSKFile) differ",
                 );
             });

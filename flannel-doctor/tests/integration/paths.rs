@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use flannel_api::PathReport;
+use flannel_api::{Deployment, PathReport, PathState};
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Revision};
@@ -91,11 +91,16 @@ fn narrow() {
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Waits until the path of a peer in a family has a state, and returns it.
-async fn until(paths: &Paths, key: &str, family: &str, state: &str) -> PathReport {
+async fn until(paths: &Paths, key: &str, family: &str, state: PathState) -> PathReport {
     let of_peer = |path: &PathReport| path.key.starts_with(key) && path.family == family;
-    let found =
-        async || paths.report().into_iter().find(|path| of_peer(path) && path.state == state);
-    let otherwise = || format!("{key} {family} is not {state}: {:#?}", paths.report());
+    let found = async || {
+        paths
+            .report(Deployment::Systemd)
+            .into_iter()
+            .find(|path| of_peer(path) && path.state == state)
+    };
+    let otherwise =
+        || format!("{key} {family} is not {state}: {:#?}", paths.report(Deployment::Systemd));
     eventually_async(PATIENCE, found, otherwise).await
 }
 
@@ -115,46 +120,53 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
         let (settings, paths) = (settings(), Paths::new(Duration::from_secs(300)));
         let checks = async {
             for family in ["IPv4", "IPv6"] {
-                let works = until(&paths, "10.1.2.0", family, "ok").await;
+                let works = until(&paths, "10.1.2.0", family, PathState::Ok).await;
                 assert!(works.round_trip.is_some() && works.since.is_none(), "{works:?}");
             }
-            assert_eq!(paths.report().len(), 4, "two peers, two families");
+            assert_eq!(paths.report(Deployment::Systemd).len(), 4, "two peers, two families");
             far.run(|| {
                 run("nft", "add table inet t");
                 run("nft", "add chain inet t c { type filter hook input priority 0; }");
                 run("nft", "add rule inet t c udp dport 8472-8473 drop");
             });
             for family in ["IPv4", "IPv6"] {
-                let blocked = until(&paths, "10.1.2.0", family, "tunnel blocked").await;
+                let blocked = until(&paths, "10.1.2.0", family, PathState::TunnelBlocked).await;
                 assert!(blocked.since.is_some(), "{blocked:?}");
             }
             far.run(|| run("nft", "delete table inet t"));
             for family in ["IPv4", "IPv6"] {
-                until(&paths, "10.1.2.0", family, "ok").await;
+                until(&paths, "10.1.2.0", family, PathState::Ok).await;
             }
             far.run(narrow);
-            until(&paths, "10.1.2.0", "IPv4", "full size lost").await;
-            until(&paths, "10.1.2.0", "IPv6", "full size lost").await;
+            until(&paths, "10.1.2.0", "IPv4", PathState::FullSizeLost).await;
+            until(&paths, "10.1.2.0", "IPv6", PathState::FullSizeLost).await;
             // The examination finds the size: 1400 bytes without the header of the tunnel.
             let passes = async || {
                 let of_v4 = |path: PathReport| path.passes.filter(|_| path.family == "IPv4");
-                paths.report().into_iter().find_map(of_v4)
+                paths.report(Deployment::Systemd).into_iter().find_map(of_v4)
             };
-            let otherwise = || format!("no size: {:#?}", paths.report());
+            let otherwise = || format!("no size: {:#?}", paths.report(Deployment::Systemd));
             assert_eq!(eventually_async(PATIENCE, passes, otherwise).await, 1350);
             far.run(|| run("nft", "delete table netdev t"));
-            until(&paths, "10.1.2.0", "IPv4", "ok").await;
+            until(&paths, "10.1.2.0", "IPv4", PathState::Ok).await;
             // No node answers any more.
             far.run(|| ip("link set eth0 down"));
-            until(&paths, "10.1.2.0", "IPv4", "underlay down").await;
+            until(&paths, "10.1.2.0", "IPv4", PathState::UnderlayDown).await;
             let summary = paths.summary();
-            assert_eq!((summary.failing, summary.states["unknown"]), (2, 2), "{summary:?}");
+            assert_eq!(
+                (summary.failing, summary.states[&PathState::Unknown]),
+                (2, 2),
+                "{summary:?}"
+            );
             // A peer that is gone has no path.
             network.send_modify(|status| {
                 Arc::make_mut(status).leases = LeaseSet::from_iter([lease(1)]);
             });
-            let gone = async || paths.report().is_empty();
-            eventually_async(PATIENCE, gone, || format!("{:#?}", paths.report())).await;
+            let gone = async || paths.report(Deployment::Systemd).is_empty();
+            eventually_async(PATIENCE, gone, || {
+                format!("{:#?}", paths.report(Deployment::Systemd))
+            })
+            .await;
         };
         tokio::select! {
             never = probe(&settings, handle, &paths) => match never {},
@@ -186,7 +198,7 @@ fn a_path_has_an_mtu_until_full_size_passes() {
                 ("IPv4", "10.1.2.0/24 via 10.1.2.0 dev flannel.1 onlink", 1350),
                 ("IPv6", "fd00:1:0:2::/64 dev flannel-v6.1", 1330),
             ] {
-                let path = until(&paths, "10.1.2.0", family, "mtu lowered").await;
+                let path = until(&paths, "10.1.2.0", family, PathState::MtuLowered).await;
                 // A late echo can make the result a bit too small.
                 let found = path.mtu.filter(|found| (mtu - 50..=mtu).contains(found)).unwrap();
                 assert_eq!(path.repair, None);
@@ -196,7 +208,7 @@ fn a_path_has_an_mtu_until_full_size_passes() {
             assert_eq!(paths.summary().failing, 0);
             far.run(|| run("nft", "delete table netdev t"));
             for family in ["IPv4", "IPv6"] {
-                until(&paths, "10.1.2.0", family, "ok").await;
+                until(&paths, "10.1.2.0", family, PathState::Ok).await;
             }
             mtus.wait_for(|mtus| mtus.is_empty()).await.unwrap();
         };
@@ -284,32 +296,41 @@ fn a_pod_that_forges_answers_changes_no_path() {
                 let flood = flood(family, echo);
                 spawn_blocking(move || pods.run(|| flood.run(1290, &over)));
             }
-            both("ok").await;
+            both(PathState::Ok).await;
             far.run(|| {
                 run("nft", "add table inet t");
                 run("nft", "add chain inet t c { type filter hook input priority 0; }");
                 run("nft", "add rule inet t c udp dport 8472-8473 drop");
             });
-            both("tunnel blocked").await;
+            both(PathState::TunnelBlocked).await;
             // They stay blocked over further probes.
-            let of = || paths.report().into_iter().map(|path| (path.state, path.probed));
+            let of = || {
+                paths.report(Deployment::Systemd).into_iter().map(|path| (path.state, path.probed))
+            };
             let (_, before) = of().unzip::<_, _, Vec<_>, Vec<_>>();
             let probed_again = async || of().zip(&before).all(|((_, at), before)| at > *before);
-            eventually_async(PATIENCE, probed_again, || format!("{:#?}", paths.report())).await;
-            assert!(of().all(|(state, _)| state == "tunnel blocked"), "{:#?}", paths.report());
+            eventually_async(PATIENCE, probed_again, || {
+                format!("{:#?}", paths.report(Deployment::Systemd))
+            })
+            .await;
+            assert!(
+                of().all(|(state, _)| state == PathState::TunnelBlocked),
+                "{:#?}",
+                paths.report(Deployment::Systemd)
+            );
             far.run(|| run("nft", "delete table inet t"));
-            both("ok").await;
+            both(PathState::Ok).await;
             // Packets of full size are lost. The forged reports name a smaller size than the path
             // takes. A late echo can make the result a bit too small.
             far.run(narrow);
-            both("mtu lowered").await;
-            for path in paths.report() {
+            both(PathState::MtuLowered).await;
+            for path in paths.report(Deployment::Systemd) {
                 let takes = if path.family == "IPv4" { 1350 } else { 1330 };
                 let mtu = path.mtu.unwrap();
                 assert!((takes - 35..=takes).contains(&mtu), "{path:?}");
             }
             far.run(|| run("nft", "delete table netdev t"));
-            both("ok").await;
+            both(PathState::Ok).await;
             mtus.wait_for(|mtus| mtus.is_empty()).await.unwrap();
         };
         tokio::select! {
@@ -357,9 +378,9 @@ fn a_path_whose_echoes_cannot_be_sent_is_probed_again() {
         let checks = async {
             for _ in 0..2 {
                 ip("route add 198.51.100.2 via 192.0.2.2");
-                until(&paths, "10.1.2.0", "IPv4", "ok").await;
+                until(&paths, "10.1.2.0", "IPv4", PathState::Ok).await;
                 ip("route del 198.51.100.2");
-                until(&paths, "10.1.2.0", "IPv4", "underlay down").await;
+                until(&paths, "10.1.2.0", "IPv4", PathState::UnderlayDown).await;
             }
         };
         tokio::select! {

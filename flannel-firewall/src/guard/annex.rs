@@ -9,13 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::{
     Annex, Changes, Invalidation, KernelError, LongDrops, Outcome, Refused,
 };
 use flannel_core::object::{Change, Key, Object, Record};
+use flannel_core::remedy::Trouble;
 use flannel_core::runtime::lock;
+use flannel_core::{Remedy, Subnet};
 use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
 use flannel_netlink::nftables::{Batches, GROUP, Table, at_one_moment};
 use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
@@ -236,11 +237,12 @@ impl Guard {
         let mut report = self.report();
         if let Some(why) = &report.unable {
             let text = format!("packets of the tunnel are taken from every host: {why}");
-            let command = "modprobe -a nf_tables nft_fib_inet; systemctl restart flanneld # or do \
-                           not check them: flannelctl config patch '{\"Backend\": \
-                           {\"SourceCheck\": false}}'";
+            let off = Remedy::PatchConfig("{\"Backend\": {\"SourceCheck\": false}}".to_owned());
+            let load = Remedy::run("modprobe -a nf_tables nft_fib_inet");
+            let remedy = Remedy::All(vec![load, Remedy::RestartDaemon]);
+            let remedy = remedy.mention("or do not check them: ", off, "");
             let mut counted = counted.unwrap_or_default();
-            counted.problems.insert(0, (text, command.to_owned()));
+            counted.problems.insert(0, Trouble::new(text, remedy));
             return Some(counted);
         }
         let mut counted = counted?;
@@ -258,37 +260,39 @@ impl Guard {
 /// The refused packets of a table whose counters cannot be read.
 fn unread(drops: bool, error: &KernelError) -> Refused {
     let text = format!("the packets that the guard of the tunnel refuses cannot be read: {error}");
-    let command = "nft list ruleset # can the rules be read?";
-    Refused { drops, problems: vec![(text, command.to_owned())], ..Refused::default() }
+    let remedy = Remedy::run("nft list ruleset").remark("can the rules be read?");
+    Refused { drops, problems: vec![Trouble::new(text, remedy)], ..Refused::default() }
 }
 
 /// What is wrong if packets are refused for this reason, and what helps.
-fn problem(reason: &str, verb: &str) -> (String, String) {
+fn problem(reason: &str, verb: &str) -> Trouble {
     match reason {
-        "stranger" => (
+        "stranger" => Trouble::new(
             format!(
                 "packets of the tunnel come from hosts that are not accepted peers, and are \
                  {verb}: a host forges them, the lease of a node is not accepted here, or a NAT \
                  changes the address of a node"
             ),
-            "flannelctl peers # is the lease of a node rejected, and is its address the one from \
-             which its packets come?"
-                .to_owned(),
+            Remedy::ListPeers.remark(
+                "is the lease of a node rejected, and is its address the one from which its \
+                 packets come?",
+            ),
         ),
-        "foreign_source" => (
+        "foreign_source" => Trouble::new(
             format!(
                 "packets of the tunnel have the source address of another node than the one that \
                  sends them, and are {verb}: a node or its pods forge them, or the packets of two \
                  nodes come from one address"
             ),
-            "flannelctl peers # which subnet does each address have?".to_owned(),
+            Remedy::ListPeers.remark("which subnet does each address have?"),
         ),
-        _ => (
+        _ => Trouble::new(
             format!(
                 "pods, or hosts behind this node, send packets to the tunnels of nodes, which are \
                  {verb}"
             ),
-            "tcpdump -ni any # which one sends to the port or protocol of the tunnel?".to_owned(),
+            Remedy::run("tcpdump -ni any")
+                .remark("which one sends to the port or protocol of the tunnel?"),
         ),
     }
 }
@@ -485,9 +489,9 @@ mod tests {
             refused.unwrap().problems
         };
         assert_eq!([at(0, 5, true), at(1, 6, true), at(20, 7, true)], [[], [], []]);
-        let [(text, _)] = &at(40, 8, true)[..] else { panic!("a problem") };
+        let [Trouble { text, .. }] = &at(40, 8, true)[..] else { panic!("a problem") };
         assert!(text.contains("not accepted peers, and are dropped"), "{text}");
-        let [(text, _)] = &at(60, 8, false)[..] else { panic!("a problem") };
+        let [Trouble { text, .. }] = &at(60, 8, false)[..] else { panic!("a problem") };
         assert!(text.contains(r#"are counted ("SourceCheck": "count")"#), "{text}");
         assert_eq!(at(1000, 8, true), [], "it is over");
     }
@@ -498,7 +502,7 @@ mod tests {
         assert_eq!(guard.explain(None, Instant::now()), None);
         guard.note_unable(Some("no nf_tables".into()));
         let problems = guard.explain(None, Instant::now()).unwrap().problems;
-        assert!(problems[0].0.ends_with("taken from every host: no nf_tables"), "{problems:?}");
+        assert!(problems[0].text.ends_with("taken from every host: no nf_tables"), "{problems:?}");
         guard.note_unable(None);
         assert_eq!(guard.explain(None, Instant::now()), None);
     }
@@ -508,7 +512,7 @@ mod tests {
         let guard = Guard::new("guard-test");
         let unread = || Some(unread(true, &KernelError::explained(EBUSY, "the table is busy")));
         let problems = guard.explain(unread(), Instant::now()).unwrap().problems;
-        assert!(problems[0].0.contains("cannot be read: the table is busy"), "{problems:?}");
+        assert!(problems[0].text.contains("cannot be read: the table is busy"), "{problems:?}");
         guard.note_unable(Some("no nf_tables".into()));
         assert_eq!(guard.explain(unread(), Instant::now()).unwrap().problems.len(), 2);
     }

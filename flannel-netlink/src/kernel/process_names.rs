@@ -12,6 +12,8 @@ use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::time::{Duration, Instant};
 
+use flannel_core::kernel::Process;
+
 /// The time for which answers are cached.
 const FRESH: Duration = Duration::from_secs(1);
 /// The largest number of lookups within [`FRESH`]. Each lookup reads several files.
@@ -31,7 +33,7 @@ pub(crate) struct Processes {
     /// The time that lookups have taken in this period.
     spent: Duration,
     /// The answers of this period, by port id.
-    known: HashMap<u32, Option<String>>,
+    known: HashMap<u32, Option<Process>>,
 }
 
 impl Processes {
@@ -44,7 +46,7 @@ impl Processes {
     }
 
     /// See [`ProcessNames::name`](flannel_core::kernel::ProcessNames::name).
-    pub(crate) fn name(&mut self, port: u32) -> Option<String> {
+    pub(crate) fn name(&mut self, port: u32) -> Option<Process> {
         let now = Instant::now();
         if now - self.since > FRESH {
             self.since = now;
@@ -64,14 +66,14 @@ impl Processes {
     }
 
     /// Looks up the process with the id `port`. `None` if it does not have the socket open.
-    fn find(&mut self, port: u32) -> Option<String> {
+    fn find(&mut self, port: u32) -> Option<Process> {
         let mut table = String::new();
         let sockets = self.sockets.as_mut()?;
         sockets.rewind().ok()?;
         sockets.read_to_string(&mut table).ok()?;
         let socket = format!("socket:[{}]", inode(&table, port)?);
-        let certainty = match has_open(port, &socket) {
-            Ok(true) => "",
+        let is_certain = match has_open(port, &socket) {
+            Ok(true) => true,
             Ok(false) => return None,
             Err(error) => {
                 tracing::debug!(%error, port, "the open files of the process cannot be read");
@@ -80,12 +82,12 @@ impl Processes {
                 if port == 1 {
                     return None;
                 }
-                "probably "
+                false
             }
         };
         // This fails if the process has ended.
         let name = std::fs::read_to_string(format!("/proc/{port}/comm")).ok()?;
-        Some(format!("{certainty}{} (process {port})", name.trim_end()))
+        Some(Process { name: name.trim_end().to_owned(), pid: port, is_certain })
     }
 }
 

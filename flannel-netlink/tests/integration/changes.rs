@@ -258,7 +258,10 @@ fn the_process_that_made_a_change_is_named_if_it_still_runs() {
         // The caller looks up the name, on a thread that may block.
         assert_eq!(changed_by.process, None);
         let found = kernel.name(changed_by.port).unwrap();
-        assert_eq!(found, format!("{} (process {})", name.trim_end(), std::process::id()));
+        assert_eq!(
+            found.to_string(),
+            format!("{} (process {})", name.trim_end(), std::process::id())
+        );
         assert_eq!(changed_by.port, std::process::id());
         assert_eq!(changed_by.protocol, Some(flannel_core::kernel::ROUTE_PROTOCOL));
         // A second socket has another port id, which is not a process id.

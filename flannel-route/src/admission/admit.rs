@@ -23,7 +23,7 @@ use crate::admission::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerInd
 use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env, Reach};
 use flannel_core::object::{Key, Object, Route, Via};
-use flannel_core::status::{Listing, Rejection};
+use flannel_core::status::{Advisory, Listing, Rejection};
 use flannel_core::{Lease, Subnet, Subnets};
 
 /// The rules by which leases are accepted.
@@ -176,9 +176,9 @@ impl Admission {
         &self.rejected
     }
 
-    /// Sentences about leases that an operator should know: public addresses that several
-    /// nodes use, and the advisories of plans.
-    pub fn advisories(&self) -> &Listing<String> {
+    /// Conditions of leases that an operator should know: public addresses that several nodes use,
+    /// and the advisories of plans.
+    pub fn advisories(&self) -> &Listing<Advisory> {
         self.advisories.listing()
     }
 
@@ -286,11 +286,11 @@ impl Admission {
         if self.expected > 0 {
             self.index.reserve(std::mem::take(&mut self.expected), objects.len());
         }
-        let (asked, mut advisories) = env.into_parts();
-        advisories.extend(lease.attrs.unused_offers().map(|unused| unused.to_string()));
+        let (asked, mut advice) = env.into_parts();
+        advice.extend(lease.attrs.unused_offers().map(|unused| unused.to_string().as_str().into()));
         // The reason of a rejection says enough.
         if rejected.is_none() {
-            self.advisories.joined(&lease, advisories);
+            self.advisories.joined(&lease, advice);
         }
         for (address, answer) in &asked {
             self.lookups.asked(*address, *answer, id);
@@ -648,7 +648,8 @@ mod tests {
         peers.advisories = Advisories::new(&[IpAddr::from([192, 0, 2, 1])].into_iter().collect());
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let own = "2 nodes share the public address 192.0.2.1, this one among them";
-        assert_eq!(peers.advisories().keys().collect::<Vec<_>>(), [own]);
+        let advisories = peers.advisories().keys().map(ToString::to_string);
+        assert_eq!(advisories.collect::<Vec<_>>(), [own]);
         assert_eq!(peers.rejected().len(), 0, "several hosts may be behind one NAT address");
     }
 
@@ -861,7 +862,7 @@ mod tests {
     fn a_rejected_lease_has_no_advisories_of_its_plan() {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let plan = |_: &Subnets, offer: &Offer, env: &Env<'_>, _: &mut Vec<Object>| {
-            env.advise("one family is not usable".into());
+            env.advise("one family is not usable");
             let usable = offer.public.v4 == Some([192, 0, 2, 1].into());
             usable.then_some(()).ok_or_else(|| Rejection::Rejected("no family is usable".into()))
         };
@@ -870,7 +871,7 @@ mod tests {
         let (good, bad) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.2.0-24", 2, 2, 2));
         [&good, &bad].into_iter().for_each(|lease| drop(put(&mut peers, lease)));
         assert_eq!(why(&peers, &bad), "no family is usable");
-        let advisories: Vec<_> = peers.advisories().keys().collect();
+        let advisories: Vec<_> = peers.advisories().keys().map(ToString::to_string).collect();
         assert_eq!(advisories, ["the lease 10.1.1.0-24: one family is not usable"]);
     }
 

@@ -1,4 +1,4 @@
-//! Advisories: sentences about leases that an operator should know. An advisory exists as
+//! Advisories: conditions of leases that an operator should know. An advisory exists as
 //! long as the leases that it is about.
 
 use std::collections::BTreeMap;
@@ -7,7 +7,8 @@ use std::net::IpAddr;
 use foldhash::{HashMap, HashMapExt, HashSet};
 
 use flannel_core::address::Dual;
-use flannel_core::status::Listing;
+use flannel_core::backend::Advice;
+use flannel_core::status::{Advisory, Listing};
 use flannel_core::{Lease, Subnets};
 
 /// Public addresses that several nodes use, this node included (correct only behind some kinds of
@@ -20,9 +21,9 @@ pub(crate) struct Advisories {
     publics: HashSet<IpAddr>,
     /// The number of nodes for each address that several nodes have.
     shared: HashMap<IpAddr, u32>,
-    /// The advisories of plans.
-    planned: BTreeMap<Subnets, Vec<String>>,
-    listing: Listing<String>,
+    /// The advice of plans.
+    planned: BTreeMap<Subnets, Vec<Advice>>,
+    listing: Listing<Advisory>,
 }
 
 impl Advisories {
@@ -37,20 +38,20 @@ impl Advisories {
         }
     }
 
-    pub(crate) fn listing(&self) -> &Listing<String> {
+    pub(crate) fn listing(&self) -> &Listing<Advisory> {
         &self.listing
     }
 
-    /// A peer joined, with the advisories of its plan.
-    pub(crate) fn joined(&mut self, lease: &Lease, advisories: Vec<String>) {
+    /// A peer joined, with the advice of its plan.
+    pub(crate) fn joined(&mut self, lease: &Lease, advice: Vec<Advice>) {
         for address in lease.attrs.preferred.public.values() {
             self.count(*address, true);
         }
-        if !advisories.is_empty() {
-            for advisory in &advisories {
-                self.listing.insert(of_lease(lease.subnets, advisory), ());
+        if !advice.is_empty() {
+            for one in &advice {
+                self.listing.insert(of_lease(lease.subnets, one.clone()), ());
             }
-            self.planned.insert(lease.subnets, advisories);
+            self.planned.insert(lease.subnets, advice);
         }
     }
 
@@ -59,8 +60,8 @@ impl Advisories {
         for address in lease.attrs.preferred.public.values() {
             self.count(*address, false);
         }
-        for advisory in self.planned.remove(&lease.subnets).into_iter().flatten() {
-            self.listing.remove(&of_lease(lease.subnets, &advisory));
+        for advice in self.planned.remove(&lease.subnets).into_iter().flatten() {
+            self.listing.remove(&of_lease(lease.subnets, advice));
         }
     }
 
@@ -77,9 +78,7 @@ impl Advisories {
             _ => drop(self.shared.insert(address, now)),
         }
         let own = self.own.values().any(|own| *own == address);
-        let own = if own { ", this one among them" } else { "" };
-        let advisory =
-            |count: u32| format!("{count} nodes share the public address {address}{own}");
+        let advisory = |nodes| Advisory::SharedAddress { nodes, address, own };
         if before > 1 {
             self.listing.remove(&advisory(before));
         }
@@ -89,6 +88,6 @@ impl Advisories {
     }
 }
 
-fn of_lease(subnets: Subnets, advisory: &str) -> String {
-    format!("the lease {subnets}: {advisory}")
+fn of_lease(subnets: Subnets, Advice { text, address }: Advice) -> Advisory {
+    Advisory::OfLease { subnets, text, address }
 }

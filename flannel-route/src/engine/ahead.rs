@@ -15,7 +15,7 @@ use flannel_core::object::Change;
 /// without a pause.
 pub(super) const BEGUN: usize = 2;
 
-/// Applies a batch of changes.
+/// Applies the changes of a batch.
 type Apply<'a> = dyn Fn(&[Change]) -> Result<Vec<Outcome>, Closed> + Sync + 'a;
 type Batch = (Vec<Change>, Cause);
 type Applied = (Vec<Change>, Cause, Result<Vec<Outcome>, Closed>);

@@ -926,7 +926,7 @@ async fn a_refused_change_is_reported_and_tried_again() {
     let failure = failing.failing.get(&key).unwrap();
     assert!(failure.error.is(EINVAL));
     assert!(
-        failure.change.starts_with("put fdb")
+        failure.change.to_string().starts_with("put fdb")
             && failure.error.to_string().contains("planted fault")
     );
     assert!(!failing.in_sync && failing.failing.len() == 1);

@@ -344,6 +344,7 @@ async fn one_repair_among_thousands_costs_one_object_and_names_its_author() {
             last.changed_by.as_ref().map(|changed_by| (changed_by.port, changed_by.protocol));
         assert_eq!(changed_by, by.then_some((FakeKernel::FOREIGN_PORT, protocol)), "{last}");
         let process = last.changed_by.as_ref().and_then(|changed_by| changed_by.process.clone());
+        let process = process.map(|process| process.to_string());
         assert_eq!(process.as_deref(), by.then_some("foreigner (process 4711)"));
         let who = match (by, protocol) {
             (true, Some(protocol)) => {

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use flannel_core::runtime::lock;
+use flannel_core::subnet::{StoreFailure, StoreReason};
 use flannel_core::{Error, Result};
 use tokio::time::{Instant, timeout};
 
@@ -30,7 +31,7 @@ pub(crate) struct Attempts {
 /// No endpoint answers.
 struct Outage {
     since: Instant,
-    reason: String,
+    reason: StoreReason,
 }
 
 /// The first pause between two attempts of a request.
@@ -57,12 +58,12 @@ impl Attempts {
     }
 
     /// Why no endpoint answers, or `None` if one does.
-    pub(crate) fn trouble(&self) -> Option<String> {
+    pub(crate) fn trouble(&self) -> Option<StoreReason> {
         lock(&self.outage).as_ref().map(|outage| outage.reason.clone())
     }
 
     /// Notes that no endpoint answers.
-    fn note_outage(&self, reason: String) {
+    fn note_outage(&self, reason: StoreReason) {
         let mut outage = lock(&self.outage);
         let since = outage.as_ref().map_or_else(Instant::now, |known| known.since);
         *outage = Some(Outage { since, reason });
@@ -104,7 +105,7 @@ impl Attempts {
             if failure.retry == Retry::Never {
                 return Err(Error::Refused {
                     store: format!("etcd {endpoint}"),
-                    reason: failure.text,
+                    reason: StoreReason::new(failure.text, failure.cause),
                 });
             }
             tracing::debug!(endpoint, key, reason = failure.text, "no answer");
@@ -119,7 +120,8 @@ impl Attempts {
             if all.iter().all(|failure| failure.retry == Retry::OtherEndpoint) {
                 return Err(Error::Refused { store: "etcd".into(), reason: reasons });
             }
-            self.note_outage(format!("etcd: {key}: {reasons}"));
+            let noted = format!("etcd: {key}: {reasons}");
+            self.note_outage(StoreReason::new(noted, reasons.failure.clone()));
             // An endpoint that wants a new connection is reachable.
             let is_unreachable = all.iter().all(|failure| failure.retry == Retry::Later);
             if begin.elapsed() >= self.options().patience
@@ -161,13 +163,18 @@ impl Attempts {
         outcome.await.unwrap_or_else(|_| Err(Failure::later(format!("no answer within {limit:?}"))))
     }
 
-    /// The reasons for the failures of all endpoints, in their order.
-    fn reasons(&self, failures: &[&Failure]) -> String {
+    /// The reasons for the failures of all endpoints, in their order, with the first known cause.
+    fn reasons(&self, failures: &[&Failure]) -> StoreReason {
         let reasons: Vec<String> = failures
             .iter()
             .enumerate()
             .map(|(place, failure)| format!("{}: {}", self.connections.name(place), failure.text))
             .collect();
-        reasons.join("; ")
+        let cause = failures
+            .iter()
+            .map(|failure| &failure.cause)
+            .find(|cause| **cause != StoreFailure::Other)
+            .cloned();
+        StoreReason::new(reasons.join("; "), cause.unwrap_or_default())
     }
 }

@@ -86,7 +86,8 @@ pub(crate) struct Connections {
 
 impl Connections {
     pub(crate) fn new(options: EtcdOptions) -> Result<Self> {
-        let refused = |reason| Error::Refused { store: "etcd".into(), reason };
+        let refused =
+            |reason: String| Error::Refused { store: "etcd".into(), reason: reason.into() };
         let options = options.checked().map_err(|error| refused(error.to_string()))?;
         options.warn_of_plain();
         let endpoints: Vec<Endpoint> = options

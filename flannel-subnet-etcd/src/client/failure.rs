@@ -1,6 +1,7 @@
 //! The reason for a missing answer, and when the request can be repeated.
 
 use etcd_client::Error;
+use flannel_core::subnet::StoreFailure;
 use tonic::Code;
 
 use crate::options::EtcdOptions;
@@ -11,6 +12,8 @@ pub(crate) struct Failure {
     pub(crate) retry: Retry,
     /// The reason, for a message.
     pub(crate) text: String,
+    /// The cause, as far as an operator can remove it.
+    pub(crate) cause: StoreFailure,
 }
 
 /// When another attempt may succeed.
@@ -28,15 +31,26 @@ pub(crate) enum Retry {
 
 impl Failure {
     pub(crate) fn later(text: impl Into<String>) -> Self {
-        Self { retry: Retry::Later, text: text.into() }
+        Self::new(Retry::Later, text)
     }
 
     pub(crate) fn new_connection(text: impl Into<String>) -> Self {
-        Self { retry: Retry::NewConnection, text: text.into() }
+        Self::new(Retry::NewConnection, text)
     }
 
     pub(crate) fn never(text: impl Into<String>) -> Self {
-        Self { retry: Retry::Never, text: text.into() }
+        Self::new(Retry::Never, text)
+    }
+
+    /// The texts of etcd and of TLS show the cause, because etcd's client has no type for it.
+    fn new(retry: Retry, text: impl Into<String>) -> Self {
+        let text = text.into();
+        let cause = if text.contains("database space exceeded") {
+            StoreFailure::QuotaExceeded
+        } else {
+            StoreFailure::of_tls(&text)
+        };
+        Self { retry, text, cause }
     }
 
     /// Whether an existing connection was closed.
@@ -72,9 +86,9 @@ impl From<Error> for Failure {
             Error::GRpcStatus(status) => {
                 let Causes { chain, innermost } = causes(status);
                 if let Some(text) = certificate_failure(&chain) {
-                    return Self { retry: Retry::OtherEndpoint, text };
+                    return Self::new(Retry::OtherEndpoint, text);
                 }
-                Self { retry: retry(status.code(), status.message()), text: innermost }
+                Self::new(retry(status.code(), status.message()), innermost)
             }
             Error::TransportError(error) => {
                 // Nothing was sent, because the client refuses our certificate or its key.
@@ -232,5 +246,21 @@ mod tests {
             assert!(text.contains(says), "{text}");
         }
         assert_eq!(certificate_failure("tcp connect error: Connection refused"), None);
+    }
+
+    #[test]
+    fn the_cause_is_known_if_an_operator_can_remove_it() {
+        for (text, cause) in [
+            ("etcdserver: mvcc: database space exceeded", StoreFailure::QuotaExceeded),
+            (
+                "its certificate has expired, or the clock of this node is wrong: invalid peer \
+                 certificate: certificate expired: verification time 17 (UNIX)",
+                StoreFailure::CertificateTime,
+            ),
+            ("invalid peer certificate: certificate not valid yet", StoreFailure::CertificateTime),
+            ("tcp connect error: Connection refused", StoreFailure::Other),
+        ] {
+            assert_eq!(Failure::later(text).cause, cause, "{text}");
+        }
     }
 }

@@ -18,7 +18,8 @@ impl Store {
             store: self.to_string(),
             reason: format!(
                 "the holder ID {holder} cannot be the ID of an etcd lease; expected 1 to 2^63 - 1"
-            ),
+            )
+            .into(),
         })?;
         let seconds =
             i64::try_from(ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0)).unwrap_or(i64::MAX);

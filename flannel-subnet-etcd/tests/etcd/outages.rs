@@ -49,7 +49,7 @@ async fn the_reason_for_a_missing_answer_is_known_before_the_request_fails() {
         async move { manager.network_config().await }
     });
     until(10, "the reason", || async { manager.store_status().last_error.is_some() }).await;
-    let (reason, _) = manager.store_status().last_error.unwrap();
+    let reason = manager.store_status().last_error.unwrap().text;
     assert!(
         reason.contains(&etcd.endpoint) && reason.contains("/config") && reason.contains("refused")
     );

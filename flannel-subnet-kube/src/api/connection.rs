@@ -178,13 +178,17 @@ fn authorization(token: &str) -> Result<HeaderValue, String> {
 }
 
 impl Token {
-    fn authorization(&self) -> Result<HeaderValue, String> {
+    fn authorization(&self) -> Result<HeaderValue, Unsent> {
         match self {
             Self::Fixed(value) => Ok(value.clone()),
             Self::File(path) => std::fs::read_to_string(path)
                 .map_err(|error| error.to_string())
                 .and_then(|text| authorization(&text))
-                .map_err(|error| format!("the token {}: {error}", path.display())),
+                .map_err(|error| {
+                    let path = path.display().to_string();
+                    let reason = format!("the token {path}: {error}");
+                    Unsent { reason, cause: Cause::Token(path) }
+                }),
         }
     }
 }
@@ -208,7 +212,7 @@ impl Connection {
             .parse::<Uri>()
             .map_err(|error| other(error.to_string()))?;
         if let Some(token) = &self.token {
-            let value = token.authorization().map_err(other)?;
+            let value = token.authorization()?;
             request.headers_mut().insert(header::AUTHORIZATION, value);
         }
         let agent = HeaderValue::from_static(concat!("flanneld/", env!("CARGO_PKG_VERSION")));
@@ -228,8 +232,10 @@ pub(crate) struct Unsent {
 }
 
 /// The certificate or handshake that caused the failure, if any.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Cause {
+    /// The token in this file cannot be read.
+    Token(String),
     /// This node does not accept the server's certificate.
     ServerCertificate,
     /// The server, or a proxy, does not accept this node's certificate, or requires one.

@@ -106,14 +106,14 @@ impl Following {
         };
         let bytes = read(answer, usize::MAX).await?;
         let wire: Wire<'_> = serde_json::from_slice(&bytes).map_err(|error| {
-            Failure::Failed(format!("get nodes: the answer cannot be read: {error}"))
+            Failure::Failed(format!("get nodes: the answer cannot be read: {error}").into())
         })?;
         Ok(Some(wire.metadata.resource_version.into_owned()).filter(|version| !version.is_empty()))
     }
 
     /// Reads one page, item by item.
     async fn page(&mut self, mut body: Body, own: &mut Own) -> Result<Page, Failure> {
-        let not_a_list = || Failure::Failed("list nodes: the answer is not a list".to_owned());
+        let not_a_list = || Failure::Failed("list nodes: the answer is not a list".into());
         let mut splitter = Splitter::default();
         while let Some(bytes) = part(&mut body, PATIENCE).await? {
             splitter
@@ -126,7 +126,7 @@ impl Following {
                     Ok(())
                 })
                 .map_err(|NotAList| not_a_list())?
-                .map_err(|error| Failure::Failed(format!("list nodes: {error}")))?;
+                .map_err(|error| Failure::Failed(format!("list nodes: {error}").into()))?;
         }
         let metadata = splitter.end().map_err(|NotAList| not_a_list())?;
         let page: Page = serde_json::from_slice(&metadata).map_err(|_| not_a_list())?;

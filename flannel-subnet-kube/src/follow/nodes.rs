@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use flannel_core::address::Family;
 use flannel_core::lease::LeaseSet;
+use flannel_core::subnet::SkippedEntry;
 use flannel_core::text::{REASON, shorten};
 use flannel_core::{Lease, Subnets};
 use tokio::time::Instant;
@@ -80,16 +81,26 @@ impl Nodes {
         &self.leases
     }
 
-    /// The problems: nodes and reasons.
-    pub(crate) fn problems(&self) -> Vec<(String, String)> {
+    /// The problems of nodes, by the kind of the problem.
+    pub(crate) fn problems(&self) -> Vec<SkippedEntry> {
         let mut all = Vec::new();
         for (name, problems) in &self.problems {
-            all.extend(problems.iter().map(|problem| (format!("node {name}"), problem.clone())));
+            let key = format!("node {name}");
+            all.extend(problems.iter().map(|why| SkippedEntry::new(key.as_str(), why.as_str())));
+        }
+        for name in self.wiped.keys() {
+            let reason = format!(
+                "its annotations were removed: its last lease stays for {} s, in which its daemon \
+                 should restore them",
+                GRACE.as_secs()
+            );
+            let entry = SkippedEntry::new(format!("node {name}"), reason);
+            all.push(SkippedEntry { wiped_node: Some(name.to_string()), ..entry });
         }
         for (name, subnets) in &self.shadowed {
-            let problem =
+            let reason =
                 format!("its PodCIDR is the lease {subnets}, which an earlier node holds already");
-            all.push((format!("node {name}"), problem));
+            all.push(SkippedEntry::new(format!("node {name}"), reason));
         }
         all
     }
@@ -133,11 +144,6 @@ impl Nodes {
         match before.as_ref().filter(|last| decoded.is_ok_and(|node| self.is_wiped(&node, last))) {
             Some(last) => {
                 lease = Some(Arc::clone(last));
-                problems.push(format!(
-                    "its annotations were removed: its last lease stays for {} s, in which its \
-                     daemon should restore them",
-                    GRACE.as_secs()
-                ));
                 self.wiped.entry(name.into()).or_insert_with(|| Instant::now() + GRACE);
             }
             None => _ = self.wiped.remove(name),
@@ -308,9 +314,9 @@ mod tests {
             assert_eq!(held(&nodes), ["10.1.1.0-24 192.0.2.2"]);
             let problems = nodes.problems();
             assert_eq!(problems.len(), 1, "{problems:?}");
-            let (name, problem) = &problems[0];
-            assert_eq!(name, "node a");
-            assert!(problem.contains("an earlier node holds"), "{problem}");
+            let SkippedEntry { key, reason, .. } = &problems[0];
+            assert_eq!(key, "node a");
+            assert!(reason.contains("an earlier node holds"), "{reason}");
             // The shadowed node changes, and gets the lease when the other node is deleted.
             put(&mut nodes, &node("a", "10.1.1.0/24", 7, "192.0.2.7"));
             assert_eq!(held(&nodes), ["10.1.1.0-24 192.0.2.2"]);
@@ -335,7 +341,7 @@ mod tests {
         assert_eq!(nodes.leases().changes_since(&before).count(), 0);
         let problems = nodes.problems();
         assert!(
-            problems.len() == 1 && problems[0].1.contains("annotations were removed"),
+            problems.len() == 1 && problems[0].reason.contains("annotations were removed"),
             "{problems:?}"
         );
         let end = nodes.next_end().unwrap();
@@ -390,7 +396,7 @@ mod tests {
             put(&mut nodes, &wrong);
             let problems = nodes.problems();
             assert!(
-                problems.len() == 1 && problems[0].1.chars().count() <= REASON + 1,
+                problems.len() == 1 && problems[0].reason.chars().count() <= REASON + 1,
                 "{problems:?}"
             );
         }
@@ -404,7 +410,7 @@ mod tests {
         put(&mut nodes, &node("c", "10.1.3.0/24", 1, "nonsense"));
         assert_eq!(nodes.leases().len(), 2, "c has a subnet, although it has no address");
         let problems: Vec<String> =
-            nodes.problems().into_iter().map(|(node, why)| format!("{node}: {why}")).collect();
+            nodes.problems().into_iter().map(|it| format!("{}: {}", it.key, it.reason)).collect();
         assert!(problems[0].starts_with("node b: its PodCIDR \"10.1.2.0\""), "{problems:?}");
         assert!(
             problems[1]

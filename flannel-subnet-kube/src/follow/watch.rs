@@ -148,7 +148,7 @@ impl Following {
         let call = Call { verb: "list", resource: "nodes", path, patch: None };
         let body = read(self.api.send(&call).await?, usize::MAX).await?;
         let list: ListMetadata = serde_json::from_slice(&body).map_err(|error| {
-            Failure::Failed(format!("list nodes: the answer cannot be read: {error}"))
+            Failure::Failed(format!("list nodes: the answer cannot be read: {error}").into())
         })?;
         let now = list.metadata.resource_version.parse::<u64>().ok();
         let ours = version.parse::<u64>().ok();

@@ -173,7 +173,7 @@ impl Shared {
         let desired = desired(attrs, &node.values);
         TooLarge::check(size(&desired, &Family::BOTH)).map_err(|reason| Error::Refused {
             store: format!("{}: node {}", self.api.name(), node.name),
-            reason: reason.to_string(),
+            reason: reason.to_string().into(),
         })?;
         let mut missing = missing(node, &desired);
         let mut since = None;

@@ -422,7 +422,7 @@ async fn failures_do_not_change_the_view_and_are_reported_while_they_last() {
     until(|| fixture.server.count("watch=") > 0).await;
     fixture.server.fail(3, 500, None);
     fixture.server.cut(Cut::MidEvent);
-    let error = || manager.store_status().last_error.map(|(text, _)| text);
+    let error = || manager.store_status().last_error.map(|error| error.text);
     until(|| error().is_some_and(|text| text.contains("500"))).await;
     assert_eq!(views.borrow().leases.len(), 1, "the view is unchanged");
     put(&fixture, 3);

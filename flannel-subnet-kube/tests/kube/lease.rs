@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::subnet::{Hints, LeaseEnd};
+use flannel_core::subnet::{Hints, LeaseEnd, SkippedEntry};
 use flannel_core::{Error, SubnetManager, Subnets};
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
@@ -156,7 +156,7 @@ async fn a_wrong_overwrite_is_reported_and_does_not_prevent_repairs() {
         let expected = "annotation flannel.alpha.coreos.com/public-ip-overwrite: \
                         \"2001:db8::9\" is not valid, expected an IPv4 address such as 192.0.2.1; \
                         it is not used";
-        assert_eq!(skipped(), [("node me".to_owned(), expected.to_owned())]);
+        assert_eq!(skipped(), [SkippedEntry::new("node me", expected)]);
         fixture.server.modify("me", |node| {
             drop(node["metadata"]["annotations"].as_object_mut().unwrap().remove(&overwrite));
         });

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use flannel_core::SubnetManager;
 use flannel_core::lease::Origin;
+use flannel_core::subnet::SkippedEntry;
 use serde_json::json;
 use test_support::Logged;
 
@@ -159,7 +160,7 @@ async fn the_state_of_a_late_server_is_not_used() {
     until(|| fixture.server.count("GET /api/v1/nodes?") >= 3).await;
     assert!(matches!(views.borrow().origin, Origin::Cached { .. }), "{:?}", views.borrow().origin);
     assert_eq!(fixture.server.count("watch="), 0);
-    let (error, _) = manager.store_status().last_error.unwrap();
+    let error = manager.store_status().last_error.unwrap().text;
     assert!(error.contains("Too large resource version"), "{error}");
     fixture.server.show_all();
     until(|| {
@@ -234,12 +235,12 @@ async fn wrong_peers_are_reported_and_affect_no_other() {
     assert!(leases(&views.borrow()).contains(&"10.1.2.0-24 vxlan 192.0.2.2".to_owned()));
     let skipped = || manager.store_status().skipped;
     assert_eq!(skipped().len(), 2, "{:?}", skipped());
-    let (key, reason) = &skipped()[0];
+    let SkippedEntry { key, reason, .. } = &skipped()[0];
     assert_eq!(key, "node bad-address");
     let expected = "annotation flannel.alpha.coreos.com/public-ip: \"nonsense\" is not valid, \
                     expected an IPv4 address such as 192.0.2.1";
     assert_eq!(reason, expected);
-    assert!(skipped()[1].1.contains("its PodCIDR \"10.1.4.0\" is not"), "{:?}", skipped());
+    assert!(skipped()[1].reason.contains("its PodCIDR \"10.1.4.0\" is not"), "{:?}", skipped());
     fixture.server.put_node("bad-address", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
     fixture.server.delete_node("bad-cidr");
     until(|| skipped().is_empty() && views.borrow().leases.len() == 2).await;

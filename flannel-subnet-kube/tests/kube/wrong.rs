@@ -1,5 +1,6 @@
 //! Wrong configurations, and their errors.
 
+use flannel_core::subnet::{StoreFailure, StoreKind};
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
@@ -31,9 +32,12 @@ async fn an_unreachable_api_server_is_reported() {
         manager
             .store_status()
             .last_error
-            .is_some_and(|(text, _)| text.contains("Connection refused"))
+            .is_some_and(|error| error.text.contains("Connection refused"))
     );
     assert_eq!(manager.store_status().confirmed, None);
+    assert_eq!(error.store_failure(), StoreFailure::Other);
+    let url = format!("http://{closed}");
+    assert_eq!(manager.store_status().kind, StoreKind::Kubernetes { url });
 }
 
 #[tokio::test]
@@ -145,6 +149,9 @@ async fn a_server_certificate_of_another_ca_is_refused() {
                         "expected one that the CA",
                     ],
                 );
+                assert_eq!(error.store_failure(), StoreFailure::ServerCertificate);
+                let last_error = manager.store_status().last_error.unwrap();
+                assert_eq!(last_error.failure, StoreFailure::ServerCertificate);
             }
         }
     }
@@ -177,13 +184,14 @@ async fn a_forbidden_request_is_reported_with_verb_and_resource() {
             &error,
             &["the verb \"get\" on the resource \"pods\"", "system:serviceaccount"],
         );
+        assert_eq!(error.store_failure(), StoreFailure::Forbidden);
     }
     fixture.server.permit_all();
     in_pod.hints().await.unwrap();
     fixture.server.forbid("list", "nodes");
     let views = manager.watch_leases().await.unwrap();
     let reported = |text: &str| {
-        manager.store_status().last_error.is_some_and(|(error, _)| error.contains(text))
+        manager.store_status().last_error.is_some_and(|error| error.text.contains(text))
     };
     until(|| reported("the verb \"list\" on the resource \"nodes\"")).await;
     fixture.server.permit_all();

@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
+use flannel_core::subnet::LockHolder;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::stat::{major, minor};
@@ -55,8 +56,21 @@ impl FileLock {
     /// # Blocking
     /// Reads `/proc`.
     pub fn holder(path: &Path) -> String {
-        holder(path).unwrap_or_else(|| "another process".to_owned())
+        holder_text(Self::holding_process(path).as_ref())
     }
+
+    /// The process that holds the lock of the file; `None` if the kernel does not show it.
+    ///
+    /// # Blocking
+    /// Reads `/proc`.
+    pub fn holding_process(path: &Path) -> Option<LockHolder> {
+        holding_process(path)
+    }
+}
+
+/// A process that holds a lock, for a message.
+pub(crate) fn holder_text(holder: Option<&LockHolder>) -> String {
+    holder.map_or_else(|| "another process".to_owned(), LockHolder::to_string)
 }
 
 /// Opens the file for writing, and creates it if it is missing.
@@ -64,13 +78,13 @@ fn create(path: &Path) -> io::Result<File> {
     own::open(OpenOptions::new().read(true).append(true).create(true).mode(MODE), path)
 }
 
-fn holder(path: &Path) -> Option<String> {
+fn holding_process(path: &Path) -> Option<LockHolder> {
     let file = fs::metadata(path).ok()?;
     let device = file.dev();
     let id = format!("{:02x}:{:02x}:{}", major(device), minor(device), file.ino());
     let pid = pid_of(&fs::read_to_string("/proc/locks").ok()?, &id)?;
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
-    Some(format!("{} (process {pid})", name.trim_end().escape_debug()))
+    Some(LockHolder { name: name.trim_end().escape_debug().to_string(), pid })
 }
 
 /// The process that holds the lock of a file, by the text of `/proc/locks`. `id` is

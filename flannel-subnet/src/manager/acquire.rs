@@ -141,7 +141,8 @@ impl LocalManager {
                  runs two flannels; give this host another --public-ip or --iface, or if {gone}: \
                  flannelctl lease release {force}'{subnets}'",
                 self.holder(entry)
-            ),
+            )
+            .into(),
         })
     }
 

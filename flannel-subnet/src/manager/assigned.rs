@@ -63,7 +63,7 @@ impl AssignedManager {
     }
 
     fn refused(&self, reason: String) -> Error {
-        Error::Refused { store: self.store.to_string(), reason }
+        Error::Refused { store: self.store.to_string(), reason: reason.into() }
     }
 
     /// The only entry whose public address is among `addresses`, or `None` if no entry has one.

@@ -24,6 +24,7 @@ use std::{fmt, io};
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::runtime::{blocking, lock, or_never};
+use flannel_core::subnet::StoreKind;
 use flannel_core::{Error, Result, Subnets};
 use nix::sys::inotify::{InitFlags, Inotify};
 use tokio::io::unix::AsyncFd;
@@ -223,6 +224,10 @@ impl Registry for DirRegistry {
             }
             Err(error) => Err(self.0.location.error("config", error)),
         }
+    }
+
+    fn kind(&self) -> StoreKind {
+        StoreKind::Directory { path: self.0.location.path.display().to_string() }
     }
 
     async fn write_config(&self, known: Option<&ConfigText>, text: &str) -> Result<()> {

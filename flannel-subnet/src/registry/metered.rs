@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::runtime::lock;
-use flannel_core::subnet::StoreStatus;
+use flannel_core::subnet::{LastError, StoreKind, StoreReason, StoreStatus};
 use flannel_core::{Error, Result, Subnets};
 
 use super::skipped::SkippedKeys;
@@ -49,9 +49,11 @@ impl Metered {
     pub(crate) fn status(&self) -> StoreStatus {
         let mut status = lock(&self.stats.status).clone();
         status.store.clone_from(&self.stats.store);
+        status.kind = self.registry.kind();
         status.skipped = lock(&self.stats.skipped).all();
-        if let Some(trouble) = self.registry.trouble() {
-            status.last_error = Some((trouble, self.stats.clock.wall()));
+        if let Some(StoreReason { text, failure }) = self.registry.trouble() {
+            let at = self.stats.clock.wall();
+            status.last_error = Some(LastError { text, failure, at });
         }
         status
     }
@@ -81,7 +83,8 @@ impl StoreStats {
         let mut status = lock(&self.status);
         if let Some(error) = error.filter(|error| unanswered(error)) {
             status.calls.entry(call).or_default().failed += 1;
-            status.last_error = Some((error.to_string(), now));
+            let failure = error.store_failure();
+            status.last_error = Some(LastError { text: error.to_string(), failure, at: now });
             return;
         }
         let known = revision.or_else(|| status.confirmed.map(|(revision, _)| revision));
@@ -181,6 +184,10 @@ impl Registry for Metered {
 
     async fn remaining(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
         self.stats.request("get", self.registry.remaining(subnets, holder).await)
+    }
+
+    fn kind(&self) -> StoreKind {
+        self.registry.kind()
     }
 
     fn failure_pauses(&self) -> FailurePauses {

@@ -4,6 +4,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use flannel_core::subnet::SkippedEntry;
+
 use super::{Batch, LeaseList, MOST_SKIPPED, Now};
 
 /// The largest number of newly skipped keys that have a line each in the log. It limits the lines
@@ -35,11 +37,14 @@ struct Lines {
 
 impl SkippedKeys {
     /// The keys and reasons.
-    pub(super) fn all(&self) -> Vec<(String, String)> {
-        let mut all: Vec<_> =
-            self.reasons.iter().map(|(key, reason)| (key.clone(), reason.clone())).collect();
+    pub(super) fn all(&self) -> Vec<SkippedEntry> {
+        let mut all: Vec<_> = self
+            .reasons
+            .iter()
+            .map(|(key, reason)| SkippedEntry::new(key.as_str(), reason.as_str()))
+            .collect();
         if self.is_full {
-            all.push(("(more keys)".to_owned(), "not even their names are kept".to_owned()));
+            all.push(SkippedEntry::new("(more keys)", "not even their names are kept"));
         }
         all
     }
@@ -150,13 +155,13 @@ mod tests {
         }
         let all = keys.all();
         assert_eq!(all.len(), MOST_SKIPPED + 1);
-        assert!(all.iter().any(|(key, _)| key == "(more keys)"));
+        assert!(all.iter().any(|entry| entry.key == "(more keys)"));
         assert_eq!(logged.warnings().len(), LINES + 1, "{:?}", logged.warnings());
         // The next minute has a line for those that it counted.
         keys.change("etcd", &batch([unreadable("c")]), PERIOD);
         assert_eq!(logged.warnings().len(), LINES + 3, "{:?}", logged.warnings());
         keys.replace("etcd", &listing(["a".to_owned()]));
-        assert_eq!(keys.all(), [("a".to_owned(), "no lease".to_owned())]);
+        assert_eq!(keys.all(), [SkippedEntry::new("a", "no lease")]);
     }
 
     #[test]
@@ -165,10 +170,10 @@ mod tests {
         let mut keys = SkippedKeys::default();
         keys.replace("etcd", &listing(["a".to_owned(), "b".to_owned()]));
         keys.change("etcd", &batch([unreadable("a"), gone("b")]), Duration::ZERO);
-        assert_eq!(keys.all(), [("a".to_owned(), "no lease".to_owned())]);
+        assert_eq!(keys.all(), [SkippedEntry::new("a", "no lease")]);
         let other = Now::Unreadable(SkipReason::unreadable(&"other"));
         keys.change("etcd", &batch([Event { key: "a".into(), now: other }]), Duration::ZERO);
-        assert_eq!(keys.all(), [("a".to_owned(), "other".to_owned())]);
+        assert_eq!(keys.all(), [SkippedEntry::new("a", "other")]);
         assert_eq!(logged.warnings().len(), 3, "a known reason is not logged again");
     }
 

@@ -180,9 +180,10 @@ pub fn value_to_write(
     let value = attrs.to_json();
     match TooLarge::check(value.len()) {
         Ok(()) => Ok(value),
-        Err(reason) => {
-            Err(Error::Refused { store: format!("{store}: {key}"), reason: reason.to_string() })
-        }
+        Err(reason) => Err(Error::Refused {
+            store: format!("{store}: {key}"),
+            reason: reason.to_string().into(),
+        }),
     }
 }
 

@@ -206,7 +206,7 @@ async fn an_unreadable_key_occupies_its_subnet() {
     let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
     assert_eq!(lease.subnets, key("10.1.0.32-28"));
     let skipped: Vec<String> =
-        manager.store_status().skipped.into_iter().map(|(key, _)| key).collect();
+        manager.store_status().skipped.into_iter().map(|entry| entry.key).collect();
     assert_eq!(skipped, ["10.1.0.16-28", "nonsense"]);
     let other = node(&registry, 2);
     let error = soon(other.acquire_lease(&attrs(&["192.0.2.2"]))).await.unwrap_err();

@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
-use flannel_core::subnet::LeaseEnd;
+use flannel_core::subnet::{LeaseEnd, StoreReason};
 use flannel_core::{Error, Lease, Result, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
@@ -51,7 +51,7 @@ mock! {
         async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
         async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
         async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>>;
-        fn trouble(&self) -> Option<String>;
+        fn trouble(&self) -> Option<StoreReason>;
         fn failure_pauses(&self) -> FailurePauses;
     }
 }
@@ -263,7 +263,7 @@ async fn a_refusal_confirms_nothing_and_the_cache_answers() {
     assert_eq!(config.pod_networks().next().unwrap().to_string(), "10.1.0.0/16");
     let status = after.store_status();
     assert!(status.confirmed.is_none() && status.failures() == 1, "{status:?}");
-    assert!(status.last_error.unwrap().0.contains("has expired"));
+    assert!(status.last_error.unwrap().text.contains("has expired"));
     assert_eq!(after.hints().await.unwrap().previous, Some(lease.subnets));
     assert_eq!(after.acquire_lease(&lease.attrs).await.unwrap().subnets, lease.subnets);
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use flannel_api::{Client, VERSION};
-use flannel_core::object::LinkName;
+use flannel_core::kernel::Footprint;
 use flannel_core::{Config, Kernel, Subnet};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
@@ -61,36 +61,12 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
             )),
         }
     }
-    let work = if flags.for_go { ready_for_go } else { remove };
-    let report = {
-        // Also those of backends that the config named before.
-        let state_dir = Some(global.state_dir.as_path());
-        let annexes: Vec<_> =
-            backends.iter().flat_map(|backend| backend.annexes(state_dir)).collect();
-        let mut footprint = footprint.clone();
-        if !flags.for_go {
-            footprint.annexes.extend(annexes.iter().map(|annex| annex.name()));
-        }
-        let kernel = WithAnnexes::new(Arc::clone(&kernel) as Arc<dyn Kernel>, annexes);
-        let (kernel, dry_run) = (kernel.waiting(), flags.dry_run);
-        // On another thread, because an annex may need the runtime while this waits for it.
-        tokio::task::spawn_blocking(move || work(&kernel, &footprint, dry_run)).await
-    };
-    account.kernel(&report.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?);
+    account.kernel(&change_kernel(context, flags, &kernel, &footprint).await?);
     if flags.for_go {
         let programs = Programs::default();
         account.rules(flannel_firewall::cleanup_for_go(&programs, flags.dry_run).await);
     } else {
-        let is_device = |name: &str| DEVICES.iter().any(|start| name.starts_with(start));
-        let other = |name: &LinkName| is_device(name.as_str()) && !footprint.links.contains(name);
-        let facts = kernel.facts(&Selectors::default())?;
-        let others = facts.interfaces.iter().map(|interface| interface.name).filter(other);
-        account.unknown.extend(others.map(|name| {
-            format!(
-                "{name}, which is not of this network config. If nothing needs it: ip link delete \
-                 {name}"
-            )
-        }));
+        account.other_devices(&kernel, &footprint)?;
         for old in old_networks(&global.state_dir, &config) {
             account.kernel(&remove_former(&*kernel, &footprint, old, flags.dry_run)?);
         }
@@ -105,6 +81,29 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         }
     }
     Ok(account.output(flags.dry_run))
+}
+
+/// Removes the kernel objects and records of the network, or prepares them for Go flannel.
+async fn change_kernel(
+    context: Context<'_>,
+    flags: &CleanupFlags,
+    kernel: &Arc<NetlinkKernel>,
+    footprint: &Footprint,
+) -> Result<Cleanup> {
+    let Context { global, backends, .. } = context;
+    let work = if flags.for_go { ready_for_go } else { remove };
+    // The backends that the config named before may have records too.
+    let annexes: Vec<_> =
+        backends.iter().flat_map(|backend| backend.annexes(Some(&global.state_dir))).collect();
+    let mut footprint = footprint.clone();
+    if !flags.for_go {
+        footprint.annexes.extend(annexes.iter().map(|annex| annex.name()));
+    }
+    let kernel = WithAnnexes::new(Arc::clone(kernel) as Arc<dyn Kernel>, annexes).waiting();
+    let dry_run = flags.dry_run;
+    // On another thread, because an annex may need the runtime while this waits for it.
+    let report = tokio::task::spawn_blocking(move || work(&kernel, &footprint, dry_run)).await;
+    Ok(report.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?)
 }
 
 /// Checks that no daemon runs.
@@ -126,7 +125,7 @@ fn refuse_daemon(client: &Client) -> Result<()> {
     }
 }
 
-/// The earlier pod networks of this host, without those of the config.
+/// The earlier pod networks of this host, without the networks of the config.
 fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
     let is_old = |network: &Subnet| config.pod_networks().all(|current| current != *network);
     let recorded = state_dir::read_networks(&state_dir::networks(state_dir));
@@ -156,6 +155,23 @@ impl Account {
         let failed =
             report.failed.iter().map(|(change, error)| (change.to_string(), error.to_string()));
         self.failed.extend(failed);
+    }
+
+    /// Notes devices with names as of flannel that are not of this network.
+    fn other_devices(&mut self, kernel: &NetlinkKernel, footprint: &Footprint) -> Result<()> {
+        let facts = kernel.facts(&Selectors::default())?;
+        let names = facts.interfaces.iter().map(|interface| interface.name);
+        let others = names.filter(|name| {
+            let is_like_ours = DEVICES.iter().any(|start| name.as_str().starts_with(start));
+            is_like_ours && !footprint.links.contains(name)
+        });
+        self.unknown.extend(others.map(|name| {
+            format!(
+                "{name}, which is not of this network config. If nothing needs it: ip link delete \
+                 {name}"
+            )
+        }));
+        Ok(())
     }
 
     /// The rules of every mode.

@@ -26,69 +26,80 @@ use trial::Trial;
 
 /// Runs a verb of `config`.
 pub(crate) async fn config(context: Context<'_>, verb: &ConfigVerb) -> Result<Output> {
-    let Context { global, backends, terminal, .. } = context;
     match verb {
-        ConfigVerb::Check { file } => {
-            let (text, registry) = match file {
-                Some(file) => (read(file)?, None),
-                None => {
-                    let registry = global.open_registry().await?;
-                    (registry.config().await?, Some(registry))
-                }
-            };
-            let mistakes = mistakes_in(&text, backends)?;
-            if !mistakes.is_empty() {
-                return Err(Error::Lines(mistakes));
-            }
-            let config = check(&text, backends)?;
-            let mut output = describe(&config, &text, "", terminal);
-            let trial = Trial::of(context.client, &text.text);
-            trial.describe(&mut output, terminal);
-            output.ok = trial.mistake().is_none();
-            if config.require_encryption {
-                let types = encryption::of_cluster(&context).await;
-                encryption::describe(&mut output, &config, &types, (backends, terminal));
-            }
-            if let Some(registry) = registry {
-                add_others(&mut output, &*registry, (&config, None, backends), terminal).await?;
-            }
-            Ok(output)
-        }
-        ConfigVerb::Set { file, force } => {
-            let text = read(file)?;
-            let mut mistakes = mistakes_in(&text, backends)?;
-            let trial = try_usable(&context, &text.text);
-            mistakes.extend(trial.as_ref().and_then(Trial::mistake));
-            accept(&mistakes, *force)?;
-            let registry = global.make_registry().await?;
-            let seen = match registry.config().await {
-                Ok(seen) => Some(seen),
-                Err(CoreError::NoConfig { .. }) => None,
-                Err(error) => return Err(error.into()),
-            };
-            let new = (text.text, &mistakes[..]);
-            let written = write(&*registry, seen.as_ref(), new, (backends, terminal)).await;
-            with_trial(written, trial, terminal)
-        }
-        ConfigVerb::Patch { patch, force } => {
-            let registry = global.open_registry().await?;
-            let seen = registry.config().await?;
-            let text = patched(&seen, patch)?;
-            let (mut caused, kept) = mistakes_in_patch(&seen, patch, &text, backends)?;
-            let trial = try_usable(&context, &text);
-            caused.extend(trial.as_ref().and_then(Trial::mistake));
-            let all = [&caused[..], &kept].concat();
-            // A patch may leave a mistake that daemons accept, and repair something else.
-            let is_usable = validate(&text, backends).is_ok();
-            accept(if is_usable { &caused } else { &all }, *force)?;
-            let new = (text, &all[..]);
-            let written = write(&*registry, Some(&seen), new, (backends, terminal)).await;
-            with_trial(written, trial, terminal)
-        }
+        ConfigVerb::Check { file } => check_verb(context, file.as_deref()).await,
+        ConfigVerb::Set { file, force } => set(context, file, *force).await,
+        ConfigVerb::Patch { patch, force } => patch_verb(context, patch, *force).await,
     }
 }
 
-/// The answer of this node about a config that is valid; `None`: it is not.
+/// Checks the config in a file, or the one in the store.
+async fn check_verb(context: Context<'_>, file: Option<&Path>) -> Result<Output> {
+    let Context { global, backends, terminal, .. } = context;
+    let (text, registry) = match file {
+        Some(file) => (read(file)?, None),
+        None => {
+            let registry = global.open_registry().await?;
+            (registry.config().await?, Some(registry))
+        }
+    };
+    let mistakes = mistakes_in(&text, backends)?;
+    if !mistakes.is_empty() {
+        return Err(Error::Lines(mistakes));
+    }
+    let config = check(&text, backends)?;
+    let mut output = describe(&config, &text, "", terminal);
+    let trial = Trial::of(context.client, &text.text);
+    trial.describe(&mut output, terminal);
+    output.ok = trial.mistake().is_none();
+    if config.require_encryption {
+        let types = encryption::of_cluster(&context).await;
+        encryption::describe(&mut output, &config, &types, backends, terminal);
+    }
+    if let Some(registry) = registry {
+        add_others(&mut output, &*registry, (&config, None, backends), terminal).await?;
+    }
+    Ok(output)
+}
+
+/// Writes the config of a file.
+async fn set(context: Context<'_>, file: &Path, force: bool) -> Result<Output> {
+    let Context { global, backends, terminal, .. } = context;
+    let text = read(file)?;
+    let mut mistakes = mistakes_in(&text, backends)?;
+    let trial = try_usable(&context, &text.text);
+    mistakes.extend(trial.as_ref().and_then(Trial::mistake));
+    accept(&mistakes, force)?;
+    let registry = global.make_registry().await?;
+    let seen = match registry.config().await {
+        Ok(seen) => Some(seen),
+        Err(CoreError::NoConfig { .. }) => None,
+        Err(error) => return Err(error.into()),
+    };
+    let new = (text.text, &mistakes[..]);
+    let written = write(&*registry, seen.as_ref(), new, (backends, terminal)).await;
+    with_trial(written, trial, terminal)
+}
+
+/// Writes the config in the store with the changes of a patch.
+async fn patch_verb(context: Context<'_>, patch: &str, force: bool) -> Result<Output> {
+    let Context { global, backends, terminal, .. } = context;
+    let registry = global.open_registry().await?;
+    let seen = registry.config().await?;
+    let text = patched(&seen, patch)?;
+    let (mut caused, kept) = mistakes_in_patch(&seen, patch, &text, backends)?;
+    let trial = try_usable(&context, &text);
+    caused.extend(trial.as_ref().and_then(Trial::mistake));
+    let all = [&caused[..], &kept].concat();
+    // A patch may leave a mistake that daemons accept, and repair something else.
+    let is_usable = validate(&text, backends).is_ok();
+    accept(if is_usable { &caused } else { &all }, force)?;
+    let new = (text, &all[..]);
+    let written = write(&*registry, Some(&seen), new, (backends, terminal)).await;
+    with_trial(written, trial, terminal)
+}
+
+/// The answer of this node about a config, or `None` if the config is not valid.
 fn try_usable(context: &Context<'_>, text: &str) -> Option<Trial> {
     validate(text, context.backends).ok().map(|_| Trial::of(context.client, text))
 }
@@ -153,7 +164,7 @@ async fn write(
             let mut output = describe(&config, &text, &note, terminal);
             if config.require_encryption {
                 let types = encryption::of_store(registry).await;
-                encryption::describe(&mut output, &config, &types, (backends, terminal));
+                encryption::describe(&mut output, &config, &types, backends, terminal);
             }
             add_others(&mut output, registry, (&config, used.as_ref(), backends), terminal).await?;
             output

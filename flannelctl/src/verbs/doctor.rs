@@ -6,10 +6,13 @@
 mod network;
 mod store;
 
-use flannel_api::{Finding, VERSION, request};
+use flannel_api::{Finding, VERSION};
 use flannel_doctor::checks::files;
+use flannel_doctor::finding::reports;
 use flannel_doctor::inputs::peers::{AddressReport, EchoReport};
-use flannel_doctor::{Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine};
+use flannel_doctor::{
+    Examination, FamilyReport, Layer, LayerState, PeerReport, ProbeOptions, examine,
+};
 use flannel_options::{RegistryUrl, state_dir};
 use flannel_subnet::Assign;
 use serde_json::json;
@@ -24,8 +27,8 @@ use crate::{Context, Output};
 pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<Output> {
     let client = context.client;
     let mut examination = Examination::default();
-    let network = match client.ask("GET", request::FRESH_STATUS) {
-        Ok(value) => network::with_daemon(context, &value, &mut examination).await?,
+    let network = match client.fresh_status() {
+        Ok(report) => network::with_daemon(context, report, &mut examination).await?,
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
             let selectors = flags.interface.selectors();
             network::without_daemon(context, &selectors, &failure, &mut examination).await
@@ -36,6 +39,7 @@ pub(crate) async fn doctor(context: Context<'_>, flags: &DoctorFlags) -> Result<
     let options = ProbeOptions { peers: flags.peers, doctor_port: flags.doctor_port };
     let daemon = Some(client).filter(|_| network.daemon);
     let found = examine(&network, daemon, &options, &mut examination).await;
+    let found = reports(&found, network.deployment);
     let Examination { layers, peers, .. } = &examination;
     let value = json!({
         "version": VERSION,
@@ -79,13 +83,13 @@ fn page(examination: &Examination, found: &[Finding], terminal: &Terminal) -> St
         out.push('\n');
     }
     for Layer { layer, state, text } in layers {
-        let style = match *state {
-            "ok" => Style::Good,
-            "finding" => Style::Bad,
-            _ => Style::Warning,
+        out += &match state {
+            LayerState::Ok => terminal.field(layer, Style::Good, text),
+            LayerState::Finding => terminal.field(layer, Style::Bad, text),
+            LayerState::Unknown => {
+                terminal.field(layer, Style::Warning, &format!("not known: {text}"))
+            }
         };
-        let text = if *state == "not known" { format!("not known: {text}") } else { text.clone() };
-        out += &terminal.field(layer, style, &text);
     }
     if peers.is_empty() {
         return out;
@@ -122,14 +126,16 @@ mod tests {
     use std::net::IpAddr;
     use std::time::Duration;
 
+    use flannel_api::{Deployment, PeerState};
     use flannel_core::Config;
     use flannel_core::address::{Dual, Family};
     use flannel_doctor::diagnosis::mtu::settle;
+    use flannel_doctor::finding::Check;
     use flannel_doctor::inputs::devices::Devices;
-    use flannel_doctor::inputs::echo::Answer;
+    use flannel_doctor::inputs::echo::EchoResult;
     use flannel_doctor::inputs::network::Target;
     use flannel_doctor::inputs::peers::Question;
-    use flannel_doctor::inputs::query::{LONGEST, PeerAnswers};
+    use flannel_doctor::inputs::query::{LONGEST, PeerResults};
     use flannel_doctor::path_probe::client::{Passage, PathProbe, Segments};
     use flannel_doctor::peer_report;
 
@@ -156,7 +162,7 @@ mod tests {
         examination.layer("store", "etcd answers, 3 leases", Vec::new());
         let text = "rp_filter of flannel.1 is strict: the kernel silently drops packets if \
             replies to them leave via another device";
-        let strict = Finding::warning("rp-filter", text)
+        let strict = flannel_doctor::Finding::warning(Check::RpFilter, text)
             .with_command("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
         examination.layer("host", "something blocks packets of pods", vec![strict.into()]);
         examination.unknown("device", "without a network config the needed devices are not known");
@@ -165,17 +171,17 @@ mod tests {
             subnets: vec!["10.1.7.0/24".parse().unwrap()],
             public: [IpAddr::from([192, 0, 2, 7])].into_iter().collect(),
             backend: "vxlan".into(),
-            state: "in place".into(),
+            state: PeerState::InPlace,
             mtus: Dual::default(),
         };
         let mut devices = Devices { mtu: Some(1450), ..vxlan() };
         devices.datapath.devices.v6 = None;
         let asked = target.questions(&devices);
         let answers = [
-            Answer::Reply(Duration::from_micros(420)),
-            Answer::Nothing,
-            Answer::Reply(Duration::from_micros(1_210)),
-            Answer::TooBig(Some(1400)),
+            EchoResult::Reply(Duration::from_micros(420)),
+            EchoResult::Nothing,
+            EchoResult::Reply(Duration::from_micros(1_210)),
+            EchoResult::TooBig(Some(1400)),
         ];
         let echoes = asked.iter().flat_map(Question::probes).zip(answers).collect();
         let passage = |arrived| Passage { sent: 5592, arrived };
@@ -189,11 +195,12 @@ mod tests {
         };
         let path = PathProbe { acknowledged: 1450, segments: Some(segments) };
         let passes = Some(1350);
-        let answered = PeerAnswers { echoes, path, passes, handshake: None };
+        let answered = PeerResults { echoes, path, passes, handshake: None };
         let (report, faults) = peer_report(&target, &asked, &mut [answered].into_iter(), &devices);
         examination.peers.push(report);
         examination.layer("peers", "1 asked", faults);
         let found = settle(examination.faults.clone(), &devices, &[Family::V4]);
+        let found = reports(&found, Deployment::Systemd);
         assert_page("doctor", |terminal| page(&examination, &found, terminal));
     }
 
@@ -220,7 +227,7 @@ mod tests {
                 .into_iter()
                 .collect(),
             backend: "vxlan".into(),
-            state: "in place".into(),
+            state: PeerState::InPlace,
             mtus: Dual::default(),
         };
         let devices = Devices { mtu: Some(1430), ..vxlan() };
@@ -228,7 +235,7 @@ mod tests {
         let answered = |question: &Question| {
             let echoes = question
                 .probes()
-                .map(|probe| (probe, Answer::Reply(Duration::from_micros(420))))
+                .map(|probe| (probe, EchoResult::Reply(Duration::from_micros(420))))
                 .collect();
             let whole = Passage { sent: 5512, arrived: 5512 };
             let segments = Segments {
@@ -239,14 +246,14 @@ mod tests {
                 largest_datagram: 1430,
                 clock: None,
             };
-            PeerAnswers {
+            PeerResults {
                 echoes,
                 path: PathProbe { acknowledged: 1430, segments: Some(segments) },
                 passes: None,
                 handshake: None,
             }
         };
-        let answered: Vec<PeerAnswers> = questions.iter().map(answered).collect();
+        let answered: Vec<PeerResults> = questions.iter().map(answered).collect();
         let (report, faults) =
             peer_report(&target, &questions, &mut answered.into_iter(), &devices);
         examination.peers.push(report);

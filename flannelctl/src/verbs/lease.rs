@@ -204,7 +204,8 @@ fn row(entry: &Entry, left: Option<Duration>) -> (Style, Vec<Vec<String>>) {
 }
 
 fn value(entry: &Entry, left: Option<Duration>) -> Value {
-    let (lease, offer) = (&entry.lease, &entry.lease.attrs.preferred);
+    let lease = &entry.lease;
+    let offer = &lease.attrs.preferred;
     json!({
         "key": lease.subnets.to_string(),
         "subnets": lease.subnets.iter().map(|subnet| subnet.to_string()).collect::<Vec<_>>(),
@@ -258,10 +259,12 @@ async fn reserve_range(
             return Err(unnamed(subnets));
         }
     }
-    let (mut text, mut leases) = (String::new(), Vec::new());
+    let mut text = String::new();
+    let mut leases = Vec::new();
     for (subnets, attrs) in &range {
         let done = write(registry, backends, &config, subnets, attrs).await.map_err(|error| {
-            let (done, all) = (leases.len(), range.len());
+            let done = leases.len();
+            let all = range.len();
             Error::Refused(format!("{error}; {done} of {all} subnets are reserved"))
         })?;
         text += &done.text;
@@ -304,7 +307,8 @@ async fn reserve(
         if entry.holder.is_none() {
             return Err(Error::Refused(format!("{subnets} is reserved already, for {of}")));
         }
-        let (now, given) = (&entry.lease.attrs.preferred.public, &attrs.preferred.public);
+        let now = &entry.lease.attrs.preferred.public;
+        let given = &attrs.preferred.public;
         if !given.is_empty() && given != now {
             return Err(Error::Refused(format!(
                 "{subnets} is held by {of}: release it first, or omit --public-ip and --public-ipv6"

@@ -1,8 +1,8 @@
 //! `flannelctl paths`: the results of the probes of paths to peers.
 
-use flannel_api::{PathReport, PathsReport, PathsSummary, request};
+use flannel_api::{PathReport, PathState, PathsReport, PathsSummary};
+use serde_json::json;
 
-use super::status::answer;
 use crate::error::Result;
 use crate::terminal::{Style, Terminal, span};
 use crate::{Context, Output};
@@ -12,14 +12,13 @@ const ROWS: usize = 64;
 
 /// `flannelctl paths`.
 pub(crate) fn paths(Context { client, terminal, .. }: Context<'_>) -> Result<Output> {
-    let value = client.ask("GET", request::PATHS)?;
-    let report: PathsReport = answer(&value)?;
+    let report = client.paths()?;
     let now = flannel_api::seconds(std::time::SystemTime::now());
     let ok = report
         .summary
         .as_ref()
         .is_some_and(|summary| summary.failing == 0 && summary.error.is_none());
-    Ok(Output { text: page(&report, now, terminal), value, ok })
+    Ok(Output { text: page(&report, now, terminal), value: json!(report), ok })
 }
 
 /// The numbers of paths in one line: `4998 ok, 2 tunnel blocked; the oldest result is 4 min old`.
@@ -27,11 +26,14 @@ pub(crate) fn numbers(summary: &PathsSummary) -> String {
     if let Some(error) = &summary.error {
         return format!("NOT PROBED: {error}");
     }
-    let of = |(state, count): (&String, &u64)| {
-        let state = if style(state) == Style::Bad { state.to_uppercase() } else { state.clone() };
-        (*count > 0).then(|| format!("{count} {state}"))
-    };
-    let states: Vec<String> = summary.states.iter().filter_map(of).collect();
+    let present = summary.states.iter().filter(|(_, count)| **count > 0);
+    let states: Vec<String> = present
+        .map(|(state, count)| {
+            let name = state.name();
+            let name = if state.fails() { name.to_uppercase() } else { name.to_owned() };
+            format!("{count} {name}")
+        })
+        .collect();
     match summary.oldest {
         _ if states.is_empty() => "none".to_owned(),
         Some(age) => format!("{}; the oldest result is {} old", states.join(", "), span(age)),
@@ -65,19 +67,19 @@ fn page(report: &PathsReport, now: f64, terminal: &Terminal) -> String {
     out
 }
 
-fn style(state: &str) -> Style {
+fn style(state: PathState) -> Style {
     match state {
-        "ok" => Style::Plain,
-        "unknown" | "mtu lowered" => Style::Warning,
-        _ => Style::Bad,
+        PathState::Ok => Style::Plain,
+        state if state.fails() => Style::Bad,
+        _ => Style::Warning,
     }
 }
 
 fn row(path: &PathReport, now: f64) -> (Style, Vec<Vec<String>>) {
     let round_trip = path.round_trip.map_or_else(|| "-".to_owned(), millis);
     let probed = path.probed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
-    let cells = [path.key.clone(), path.family.clone(), path.state.clone(), round_trip, probed];
-    (style(&path.state), cells.map(|cell| vec![cell]).into())
+    let cells = [path.key.clone(), path.family.clone(), path.state.to_string(), round_trip, probed];
+    (style(path.state), cells.map(|cell| vec![cell]).into())
 }
 
 fn millis(seconds: f64) -> String {
@@ -87,7 +89,7 @@ fn millis(seconds: f64) -> String {
 /// The fault of a path that was examined, with its repair, or the reason of its MTU.
 fn fault(path: &PathReport, terminal: &Terminal) -> String {
     let Some(text) = &path.text else { return String::new() };
-    let style = style(&path.state);
+    let style = style(path.state);
     let label = if style == Style::Bad { "error" } else { "warning" };
     let mut out = terminal.field(label, style, text);
     if let Some(repair) = &path.repair {
@@ -98,16 +100,18 @@ fn fault(path: &PathReport, terminal: &Terminal) -> String {
 
 #[cfg(test)]
 mod tests {
+    use flannel_api::More;
+
     use super::*;
     use crate::terminal::tests::assert_page;
 
     const NOW: f64 = 1_700_000_000.0;
 
-    fn path(key: &str, state: &str, round_trip: Option<f64>) -> PathReport {
+    fn path(key: &str, state: PathState, round_trip: Option<f64>) -> PathReport {
         PathReport {
             key: key.to_owned(),
             family: "IPv4".to_owned(),
-            state: state.to_owned(),
+            state,
             since: None,
             probed: Some(NOW - 12.0),
             round_trip,
@@ -115,11 +119,12 @@ mod tests {
             mtu: None,
             text: None,
             repair: None,
+            more: More::new(),
         }
     }
 
     fn sample() -> PathsReport {
-        let mut blocked = path("10.1.8.0-24", "tunnel blocked", Some(0.000_41));
+        let mut blocked = path("10.1.8.0-24", PathState::TunnelBlocked, Some(0.000_41));
         blocked.since = Some(NOW - 90.0);
         blocked.text = Some(
             "no reply from 10.1.8.0, the tunnel address of 10.1.8.0-24, while its public address \
@@ -129,7 +134,7 @@ mod tests {
         );
         blocked.repair =
             Some("iptables -I INPUT -p udp --dport 8472 -j ACCEPT # on both hosts".to_owned());
-        let mut narrow = path("10.1.9.0-24", "mtu lowered", Some(0.000_512));
+        let mut narrow = path("10.1.9.0-24", PathState::MtuLowered, Some(0.000_512));
         (narrow.since, narrow.mtu) = (Some(NOW - 7200.0), Some(1350));
         narrow.text = Some(
             "packets of more than 1350 bytes are lost on the path to 10.1.9.0/24: its route has \
@@ -137,28 +142,30 @@ mod tests {
                 .to_owned(),
         );
         let states = [
-            ("ok", 1),
-            ("unknown", 1),
-            ("mtu lowered", 1),
-            ("tunnel blocked", 1),
-            ("node down", 0),
+            (PathState::Ok, 1),
+            (PathState::Unknown, 1),
+            (PathState::MtuLowered, 1),
+            (PathState::TunnelBlocked, 1),
+            (PathState::NodeDown, 0),
         ];
         PathsReport {
             version: flannel_api::VERSION,
             summary: Some(PathsSummary {
                 interval: 300.0,
-                states: states.map(|(state, count)| (state.to_owned(), count)).into(),
+                states: states.into(),
                 failing: 1,
                 lowered: narrow.text.iter().cloned().collect(),
                 oldest: Some(71.0),
                 error: None,
+                more: More::new(),
             }),
             paths: vec![
                 blocked,
                 narrow,
-                path("10.1.7.0-24", "ok", Some(0.012_3)),
-                path("10.1.10.0-24", "unknown", None),
+                path("10.1.7.0-24", PathState::Ok, Some(0.012_3)),
+                path("10.1.10.0-24", PathState::Unknown, None),
             ],
+            more: More::new(),
         }
     }
 

@@ -1,48 +1,93 @@
 //! `flannelctl status` and `peers`. Problems come first, with commands that repair them.
 
 use flannel_api::{
-    FailureReport, Finding, GuardReport, MoveReport, NetworkReport, PeerReport, StatusReport,
-    StoreReport, TrafficReport, TunnelReport, VERSION, request,
+    FailureReport, Finding, GuardReport, MoveReport, NetworkReport, Ownership, PeerReport,
+    PeerState, Severity, StatusReport, StoreReport, TrafficReport, TunnelReport,
 };
 use flannel_options::printable::inline;
-use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::json;
 
 use super::paths::numbers;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::offline::{self, LeftState};
 use crate::terminal::{Style, Terminal, bytes, span};
-use crate::{Context, Output, offline};
+use crate::{Context, Output};
+
+/// The status of this node.
+#[derive(Debug)]
+pub(crate) enum NodeStatus {
+    /// The daemon runs.
+    Running(Box<StatusReport>),
+    /// No daemon runs.
+    Down(Box<LeftState>),
+}
+
+/// A status of a daemon, with the word that one runs.
+#[derive(Serialize)]
+struct RunningReport<'a> {
+    running: bool,
+    #[serde(flatten)]
+    report: &'a StatusReport,
+}
+
+impl NodeStatus {
+    /// Asks the daemon, or reads the state that the last daemon left.
+    ///
+    /// # Errors
+    /// It is not known whether a daemon runs, or its answer cannot be used.
+    pub(crate) async fn read(context: Context<'_>) -> Result<Self> {
+        match context.client.status() {
+            Ok(report) => Ok(Self::Running(Box::new(report))),
+            Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
+                Ok(Self::Down(Box::new(LeftState::read(context, &failure).await)))
+            }
+            Err(failure) => Err(failure.into()),
+        }
+    }
+
+    /// The status as text and as JSON.
+    pub(crate) fn output(&self, terminal: &Terminal) -> Output {
+        match self {
+            Self::Running(report) => Output {
+                text: page(report, terminal),
+                value: json!(RunningReport { running: true, report }),
+                ok: report.ready,
+            },
+            Self::Down(left) => {
+                Output { text: left.page(terminal), value: json!(left.report()), ok: false }
+            }
+        }
+    }
+}
 
 /// `flannelctl status`.
 pub(crate) async fn status(context: Context<'_>) -> Result<Output> {
-    match context.client.ask("GET", request::STATUS) {
-        Ok(mut value) => {
-            let report: StatusReport = answer(&value)?;
-            value["running"] = Value::Bool(true);
-            Ok(Output { text: page(&report, context.terminal), value, ok: report.ready })
-        }
-        Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
-            Ok(offline::status(context, &failure).await)
-        }
-        Err(failure) => Err(failure.into()),
-    }
+    Ok(NodeStatus::read(context).await?.output(context.terminal))
 }
 
 /// `flannelctl peers`.
 pub(crate) async fn peers(Context { client, global, terminal, .. }: Context<'_>) -> Result<Output> {
-    let value = match client.ask("GET", request::PEERS) {
-        Ok(value) => value,
-        Err(flannel_api::Error::NoDaemon { .. }) => offline::peers(global).await?,
-        Err(failure) => return Err(failure.into()),
-    };
-    let peers: Vec<PeerReport> = answer(&value["peers"])?;
     let now = flannel_api::seconds(std::time::SystemTime::now());
-    let stale =
-        value["stale"].as_str().map(|text| terminal.field("warning", Style::Warning, text) + "\n");
-    // Without a daemon the states are not known, which is no problem. A missing answer is one.
-    let ok = stale.is_none()
-        && peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
-    Ok(Output { text: stale.unwrap_or_default() + &peers_page(&peers, now, terminal), value, ok })
+    match client.peers() {
+        Ok(report) => Ok(Output {
+            text: peers_page(&report.peers, now, terminal),
+            ok: report.peers.iter().all(|peer| peer.state == PeerState::InPlace),
+            value: json!(report),
+        }),
+        Err(flannel_api::Error::NoDaemon { .. }) => {
+            let left = offline::peers(global).await?;
+            let stale = left.stale.as_ref();
+            let warning = stale.map(|text| terminal.field("warning", Style::Warning, text) + "\n");
+            Ok(Output {
+                text: warning.unwrap_or_default() + &peers_page(&left.peers, now, terminal),
+                // The states are not known, which is not a problem. A missing answer is one.
+                ok: left.stale.is_none(),
+                value: json!(left),
+            })
+        }
+        Err(failure) => Err(failure.into()),
+    }
 }
 
 /// All peers, with their encrypted tunnels, and the reasons of those that are not in place or have
@@ -53,23 +98,12 @@ fn peers_page(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     parts.iter().fold(peer_table(peers, now, terminal), add)
 }
 
-/// Parses an answer of the daemon.
-pub(crate) fn answer<T: DeserializeOwned>(value: &Value) -> Result<T> {
-    serde_json::from_value(value.clone()).map_err(|error| {
-        Error::Refused(format!(
-            "the daemon's answer is not understood; the daemon may be older than this flannelctl: \
-             {error}"
-        ))
-    })
-}
-
 /// The page of `status`.
 pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
     let now = report.time;
     let mut out = headline(report, terminal);
     for problem in &report.problems {
-        let style = if problem.is_error() { Style::Bad } else { Style::Warning };
-        out += &terminal.field(&problem.severity, style, &problem.text);
+        out += &severity_field(problem.severity, &problem.text, terminal);
         if let Some(hint) = &problem.hint {
             out += &terminal.command("try", hint);
         }
@@ -103,12 +137,20 @@ pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
     out
 }
 
+/// A text with its severity as the label.
+fn severity_field(severity: Severity, text: &str, terminal: &Terminal) -> String {
+    let style = match severity {
+        Severity::Error => Style::Bad,
+        Severity::Warning => Style::Warning,
+    };
+    terminal.field(&severity.to_string(), style, text)
+}
+
 /// Findings, with the commands that repair them.
 pub(crate) fn findings(findings: &[Finding], terminal: &Terminal) -> String {
     let mut out = String::new();
     for finding in findings {
-        let style = if finding.is_error() { Style::Bad } else { Style::Warning };
-        out += &terminal.field(&finding.severity, style, &finding.text);
+        out += &severity_field(finding.severity, &finding.text, terminal);
         if let Some(repair) = &finding.repair {
             out += &terminal.command("repair", repair);
         }
@@ -123,16 +165,18 @@ fn headline(report: &StatusReport, terminal: &Terminal) -> String {
         terminal.style(Style::Bad, "NOT READY")
     };
     let daemon = &report.daemon;
-    let (version, up) = (inline(&daemon.version), span(report.time - daemon.started));
+    let version = inline(&daemon.version);
+    let up = span(report.time - daemon.started);
     format!("flanneld {version}  {state}  up {up}  pid {}\n\n", daemon.pid)
 }
 
 fn network_fields(network: &NetworkReport, terminal: &Terminal) -> String {
     let lease = &network.lease;
-    let term = match (lease.ownership.as_str(), lease.remaining) {
-        ("held", Some(left)) => format!("held, {} left unless renewed", span(left)),
-        ("reserved", _) => "reserved for this node".to_owned(),
-        (word, _) => word.to_uppercase(),
+    let term = match lease.ownership {
+        Ownership::Held { remaining } => format!("held, {} left unless renewed", span(remaining)),
+        Ownership::Reserved => "reserved for this node".to_owned(),
+        Ownership::Lapsed => "LAPSED".to_owned(),
+        _ => "NONE".to_owned(),
     };
     let interface = &network.interface;
     let known = if interface.public == interface.addresses {
@@ -188,7 +232,8 @@ fn kernel_fields(network: &NetworkReport, now: f64, terminal: &Terminal) -> Stri
     };
     let latency = &network.latency;
     if latency.count > 0 {
-        let (all, half) = (millis(latency.p99), millis(latency.p50));
+        let half = millis(latency.p50);
+        let all = millis(latency.p99);
         kernel += &format!("; changes applied within {half} (p50), {all} (p99)");
     }
     let mut out = terminal.field("kernel", Style::Bold, &kernel);
@@ -270,15 +315,15 @@ fn peers_of(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {
 /// A row for each peer. A cell has a line for each subnet.
 fn peer_table(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     let row = |peer: &PeerReport| {
-        let style = match peer.state.as_str() {
-            "in place" | offline::UNKNOWN => Style::Plain,
-            "pending" => Style::Warning,
+        let style = match peer.state {
+            PeerState::InPlace | PeerState::Unknown => Style::Plain,
+            PeerState::Pending => Style::Warning,
             _ => Style::Bad,
         };
         let backend = if peer.backend.is_empty() { "-" } else { &peer.backend };
         let changed =
             peer.changed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
-        let words = [backend.to_owned(), peer.state.clone(), changed].map(|word| vec![word]);
+        let words = [backend.to_owned(), peer.state.to_string(), changed].map(|word| vec![word]);
         (style, [peer.subnets.clone(), peer.public.clone()].into_iter().chain(words).collect())
     };
     let rows: Vec<_> = peers.iter().map(row).collect();
@@ -321,14 +366,11 @@ fn reasons(peers: &[PeerReport], terminal: &Terminal) -> String {
         .collect()
 }
 
-/// The JSON value without a daemon.
-pub(crate) fn down(reason: &str) -> Value {
-    json!({ "version": VERSION, "running": false, "ready": false, "reason": reason })
-}
-
 #[cfg(test)]
 pub(crate) mod tests {
+    use flannel_api::PathState;
     use flannel_api::testing::status_report as sample;
+    use serde_json::Value;
 
     use super::*;
     use crate::terminal::tests::assert_page;
@@ -341,7 +383,7 @@ pub(crate) mod tests {
         let room = &mut network.subnets[0];
         (room.used, room.free) = (peers + 1, room.total - (peers + 1));
         let paths = network.paths.as_mut().unwrap();
-        (paths.states, paths.failing) = ([("ok".to_owned(), peers)].into(), 0);
+        (paths.states, paths.failing) = ([(PathState::Ok, peers)].into(), 0);
         paths.lowered.clear();
     }
 
@@ -355,7 +397,7 @@ pub(crate) mod tests {
         (network.failing.total, network.failing.listed) = (0, Vec::new());
         set_peers(network, 2);
         (network.accepted, network.rejected) = (2, 0);
-        network.peers.listed.retain(|peer| peer.state == "in place");
+        network.peers.listed.retain(|peer| peer.state == PeerState::InPlace);
         network.repairs.last.clear();
         report.store.as_mut().unwrap().error = None;
         report
@@ -383,7 +425,7 @@ pub(crate) mod tests {
             sent: 3 << 30,
         };
         for peer in &mut peers {
-            (peer.backend, peer.state) = ("wireguard".into(), "in place".into());
+            (peer.backend, peer.state) = ("wireguard".into(), PeerState::InPlace);
             (peer.reason, peer.changed) = (None, None);
         }
         let ipv6 = tunnel("flannel-wg-v6", Some(7300.0), None);
@@ -399,20 +441,20 @@ pub(crate) mod tests {
         let mut peers = sample().network.unwrap().peers.listed;
         let reasons = [
             (
-                "failing",
+                PeerState::Failing,
                 "put route 10.1.8.0/24 via 10.1.8.0 dev flannel.1 onlink: Nexthop has invalid \
                  gateway: Network is unreachable (os error 101)",
             ),
             (
-                "rejected",
+                PeerState::Rejected,
                 "fdb 0a:00:00:00:00:07 dev flannel.1 is defined otherwise by the earlier lease \
                  10.1.7.0-24 of 192.0.2.7 (vxlan)",
             ),
-            ("in place", ""),
-            ("pending", "its lease has come, and waits for its turn"),
+            (PeerState::InPlace, ""),
+            (PeerState::Pending, "its lease has come, and waits for its turn"),
         ];
         for (peer, (state, reason)) in peers.iter_mut().zip(reasons) {
-            peer.state = state.to_owned();
+            peer.state = state;
             peer.reason = Some(reason.to_owned()).filter(|reason| !reason.is_empty());
         }
         assert_eq!(peers.len(), reasons.len());
@@ -441,16 +483,21 @@ pub(crate) mod tests {
     #[test]
     fn no_value_acts_on_the_terminal_or_forges_a_line() {
         fn poison(value: &mut Value) {
+            // These have no other values.
+            let is_closed = |name: &str| matches!(name, "severity" | "deployment");
             match value {
                 Value::String(text) => text.push_str("\x1b[2J\x1b[32m\x07\u{9b}\u{202e}\nFORGED"),
                 Value::Array(values) => values.iter_mut().for_each(poison),
-                Value::Object(fields) => fields.values_mut().for_each(poison),
+                Value::Object(fields) => {
+                    let open = fields.iter_mut().filter(|(name, _)| !is_closed(name));
+                    open.for_each(|(_, value)| poison(value));
+                }
                 _ => {}
             }
         }
         let mut report = json!(sample());
         poison(&mut report);
-        let report: StatusReport = answer(&report).unwrap();
+        let report: StatusReport = serde_json::from_value(report).unwrap();
         let peers = &report.network.as_ref().unwrap().peers.listed;
         let terminal = Terminal { width: 80, colours: true };
         for text in [page(&report, &terminal), peers_page(peers, report.time, &terminal)] {

@@ -2,11 +2,17 @@
 //!
 //! It polls the daemon, so a change in the daemon causes no work for this.
 
+use std::mem::{Discriminant, discriminant};
 use std::time::Duration;
+
+use flannel_api::{
+    Counted, Finding, InterfaceReport, NetworkReport, Ownership, PeerReport, Problem,
+};
 
 use crate::error::Result;
 use crate::terminal::{self, Terminal};
-use crate::{Context, Output, status};
+use crate::verbs::status::NodeStatus;
+use crate::{Context, Output};
 
 /// Moves the cursor to the top left and clears the screen.
 const CLEAR: &str = "\x1b[H\x1b[2J";
@@ -15,8 +21,9 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 pub(crate) async fn watch(context: Context<'_>, interval: u64, live: bool) -> Result<Output> {
     let mut shown = None;
     loop {
-        let output = status::status(context).await?;
-        let state = essence(&output);
+        let status = NodeStatus::read(context).await?;
+        let output = status.output(context.terminal);
+        let state = Essence::of(&status);
         if live || shown.as_ref() != Some(&state) {
             let text = screen(&output, live, context.global.json, context.terminal);
             if terminal::write(&text).is_err() {
@@ -39,23 +46,63 @@ fn screen(output: &Output, live: bool, json: bool, terminal: &Terminal) -> Strin
 }
 
 /// The part of a status that counts as a change: without times and durations.
-fn essence(output: &Output) -> serde_json::Value {
-    let value = &output.value;
-    let network = &value["network"];
-    serde_json::json!([
-        value["running"],
-        value["problems"],
-        value["findings"],
-        value["store"]["error"],
-        network["in_sync"],
-        network["lease"]["ownership"],
-        network["peers"],
-        network["failing"]["total"],
-        network["paths"]["failing"],
-        network["repairs"]["total"],
-        network["interface"],
-        network["mtu"],
-    ])
+#[derive(Debug, PartialEq)]
+enum Essence {
+    Running {
+        problems: Vec<Problem>,
+        findings: Vec<Finding>,
+        store_error: Option<String>,
+        network: Option<Box<NetworkEssence>>,
+    },
+    Down {
+        findings: Vec<Finding>,
+    },
+}
+
+/// The part of a network's status that counts as a change.
+#[derive(Debug, PartialEq)]
+struct NetworkEssence {
+    in_sync: bool,
+    /// Without the remaining time.
+    ownership: Discriminant<Ownership>,
+    peers: Counted<PeerReport>,
+    failing: u64,
+    failing_paths: Option<u64>,
+    repairs: u64,
+    interface: InterfaceReport,
+    mtu: u32,
+}
+
+impl Essence {
+    fn of(status: &NodeStatus) -> Self {
+        match status {
+            NodeStatus::Running(report) => Self::Running {
+                problems: report.problems.clone(),
+                findings: report.findings.clone(),
+                store_error: report.store.as_ref().and_then(|store| store.error.clone()),
+                network: report
+                    .network
+                    .as_ref()
+                    .map(|network| Box::new(NetworkEssence::of(network))),
+            },
+            NodeStatus::Down(left) => Self::Down { findings: left.findings.clone() },
+        }
+    }
+}
+
+impl NetworkEssence {
+    fn of(network: &NetworkReport) -> Self {
+        Self {
+            in_sync: network.in_sync,
+            ownership: discriminant(&network.lease.ownership),
+            peers: network.peers.clone(),
+            failing: network.failing.total,
+            failing_paths: network.paths.as_ref().map(|paths| paths.failing),
+            repairs: network.repairs.total,
+            interface: network.interface.clone(),
+            mtu: network.mtu,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -66,12 +113,8 @@ mod tests {
     #[test]
     fn a_screen_replaces_the_previous_one() {
         let output = |terminal: &Terminal| {
-            let report = flannel_api::testing::status_report();
-            Output {
-                text: status::page(&report, terminal),
-                value: serde_json::json!(report),
-                ok: report.ready,
-            }
+            let report = Box::new(flannel_api::testing::status_report());
+            NodeStatus::Running(report).output(terminal)
         };
         assert_page("watch", |terminal| {
             let live = screen(&output(terminal), true, false, terminal);
@@ -89,14 +132,18 @@ mod tests {
 
     #[test]
     fn elapsed_time_does_not_count_as_a_change() {
-        let output = |change: fn(&mut flannel_api::StatusReport)| {
+        let essence = |change: fn(&mut flannel_api::StatusReport)| {
             let mut report = flannel_api::testing::status_report();
             change(&mut report);
-            Output { text: String::new(), value: serde_json::json!(report), ok: true }
+            Essence::of(&NodeStatus::Running(Box::new(report)))
         };
-        let before = essence(&output(|_| {}));
-        assert_eq!(essence(&output(|report| report.time += 60.0)), before);
-        assert_ne!(essence(&output(|report| report.problems.clear())), before);
-        assert_ne!(essence(&output(|report| report.network.as_mut().unwrap().mtu = 1400)), before);
+        let before = essence(|_| {});
+        assert_eq!(essence(|report| report.time += 60.0), before);
+        let later = |report: &mut flannel_api::StatusReport| {
+            report.network.as_mut().unwrap().lease.ownership = Ownership::Held { remaining: 9.0 };
+        };
+        assert_eq!(essence(later), before);
+        assert_ne!(essence(|report| report.problems.clear()), before);
+        assert_ne!(essence(|report| report.network.as_mut().unwrap().mtu = 1400), before);
     }
 }

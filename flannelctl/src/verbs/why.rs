@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use flannel_api::{WhyReport, request};
+use flannel_api::{Deployment, ObjectState, WhyReport};
 use flannel_doctor::diagnosis::why::{RouteInputs, diagnose, lookup};
 use serde_json::json;
 
@@ -10,22 +10,16 @@ use crate::error::Result;
 use crate::offline::Known;
 use crate::options::Global;
 use crate::terminal::{Style, Terminal, bytes, span};
-use crate::{Context, Output, offline, status};
+use crate::{Context, Output, offline};
 
 /// Explains the path of packets to an address.
 pub(crate) async fn why(context: Context<'_>, address: IpAddr) -> Result<Output> {
-    let (value, answer) = match context.client.ask("GET", &request::why(address)) {
-        Ok(value) => {
-            let answer = status::answer(&value)?;
-            (value, answer)
-        }
-        Err(flannel_api::Error::NoDaemon { .. }) => {
-            let answer = without_daemon(context.global, address).await?;
-            (json!(answer), answer)
-        }
+    let report = match context.client.why(address) {
+        Ok(report) => report,
+        Err(flannel_api::Error::NoDaemon { .. }) => without_daemon(context.global, address).await?,
         Err(failure) => return Err(failure.into()),
     };
-    Ok(Output { text: page(&answer, context.terminal), value, ok: answer.ok })
+    Ok(Output { text: page(&report, context.terminal), ok: report.ok, value: json!(report) })
 }
 
 async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {
@@ -41,6 +35,7 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {
         address,
         &RouteInputs {
             daemon: false,
+            deployment: Deployment::default(),
             config: config.as_ref(),
             own: ours.map(|ours| &**ours),
             lease: lease.map(|lease| &**lease),
@@ -71,17 +66,18 @@ fn page(why: &WhyReport, terminal: &Terminal) -> String {
     };
     out += &terminal.field("lease", Style::Bold, &lease);
     if let Some(why) = &why.rejection {
-        out += &terminal.field("", Style::Bad, &format!("REJECTED: {why}"));
+        out += &terminal.field("", Style::Bad, &format!("REJECTED: {}", why.text));
     }
     for (n, wanted) in why.objects.iter().enumerate() {
-        let error = wanted.error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
-        let state = if wanted.state == "in place" {
-            wanted.state.clone()
-        } else {
-            wanted.state.to_uppercase()
+        let state = match &wanted.state {
+            state @ ObjectState::InPlace => state.to_string(),
+            state @ ObjectState::Failing { error } => {
+                format!("{}: {error}", state.to_string().to_uppercase())
+            }
+            state => state.to_string().to_uppercase(),
         };
         let label = if n == 0 { "objects" } else { "" };
-        out += &terminal.field(label, Style::Bold, &format!("{}, {state}{error}", wanted.object));
+        out += &terminal.field(label, Style::Bold, &format!("{}, {state}", wanted.object));
     }
     if let Some(tunnel) = &why.tunnel {
         let age = |age| format!("last handshake {} ago", span(age));
@@ -101,18 +97,14 @@ fn page(why: &WhyReport, terminal: &Terminal) -> String {
 
 #[cfg(test)]
 mod tests {
-    use flannel_api::{ObjectReport, TunnelReport};
+    use flannel_api::{More, ObjectReport, TunnelReport};
 
     use super::*;
     use crate::terminal::tests::assert_page;
 
     #[test]
     fn a_shadowed_peer_is_shown_with_both_routes() {
-        let object = |text: &str| ObjectReport {
-            object: text.into(),
-            state: "in place".into(),
-            error: None,
-        };
+        let object = |text: &str| ObjectReport { object: text.into(), state: ObjectState::InPlace };
         let why = WhyReport {
             version: 1,
             address: "10.1.7.9".into(),
@@ -132,14 +124,16 @@ mod tests {
             objects: vec![
                 object("neigh 10.1.7.0 lladdr 0a:00:00:00:00:07 dev flannel.1"),
                 ObjectReport {
-                    state: "failing".into(),
-                    error: Some("No space left on device (os error 28)".into()),
+                    state: ObjectState::Failing {
+                        error: "No space left on device (os error 28)".into(),
+                    },
                     ..object("fdb 0a:00:00:00:00:07 dst 192.0.2.7 dev flannel.1")
                 },
             ],
             kernel: "via 192.0.2.99 dev eth0".into(),
             tunnel: None,
             stale: None,
+            more: More::new(),
         };
         let expected = "\
 problem    shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0
@@ -163,8 +157,7 @@ kernel     via 192.0.2.99 dev eth0
 
     #[test]
     fn a_pending_peer_is_shown_with_its_objects() {
-        let object =
-            |text: &str| ObjectReport { object: text.into(), state: "pending".into(), error: None };
+        let object = |text: &str| ObjectReport { object: text.into(), state: ObjectState::Pending };
         let why = WhyReport {
             version: 1,
             address: "fd00:1:0:7::9".into(),
@@ -188,6 +181,7 @@ kernel     via 192.0.2.99 dev eth0
             kernel: "nowhere".into(),
             tunnel: None,
             stale: None,
+            more: More::new(),
         };
         assert_page("why_waits", |terminal| page(&why, terminal));
     }

@@ -11,10 +11,11 @@ use std::net::IpAddr;
 use crate::http::{Request, Response, Site, json, parameter, refusal, response, text};
 use async_trait::async_trait;
 use flannel_api::{
-    LogReport, PathsReport, PeersReport, ReloadReport, StatusReport, TrialReport, VERSION,
+    LogReport, More, PathsReport, PeersReport, ReloadReport, StatusReport, TrialReport, VERSION,
 };
 use flannel_core::Config;
 use flannel_doctor::checks::host::HostReport;
+use flannel_doctor::finding::reports;
 use flannel_doctor::paths::Paths;
 use flannel_options::printable;
 use hyper::header::ACCEPT;
@@ -96,13 +97,14 @@ impl Answers {
             }
             ("GET", "/v1/peers") => {
                 let peers = peers(&self.observer.snapshot_of_peers().await.with_tunnels().await);
-                answer(&PeersReport { version: VERSION, peers })
+                answer(&PeersReport { version: VERSION, peers, more: More::new() })
             }
             ("GET", "/v1/paths") => {
                 let paths = self.observer.paths();
                 let summary = paths.as_ref().map(Paths::summary);
-                let paths = paths.map_or_else(Vec::new, |paths| paths.report());
-                answer(&PathsReport { version: VERSION, summary, paths })
+                let deployment = self.observer.snapshot().deployment();
+                let paths = paths.map_or_else(Vec::new, |paths| paths.report(deployment));
+                answer(&PathsReport { version: VERSION, summary, paths, more: More::new() })
             }
             ("GET", "/v1/why") => {
                 let text = parameter(request, "address").unwrap_or_default();
@@ -123,7 +125,7 @@ impl Answers {
             ("POST", "/v1/reload") => match self.reloading.try_lock() {
                 Ok(_reloading) => {
                     let found = self.observer.reload().await;
-                    answer(&ReloadReport { version: VERSION, found })
+                    answer(&ReloadReport { version: VERSION, found, more: More::new() })
                 }
                 Err(_) => refusal(
                     StatusCode::SERVICE_UNAVAILABLE,
@@ -145,6 +147,7 @@ impl Answers {
             self.observer.legacy().forget().await;
         }
         let HostReport { findings, unread } = host::look(&snapshot, self.observer.legacy()).await;
+        let findings = reports(&findings, snapshot.deployment());
         StatusReport { findings, unread, ..status_report(&snapshot) }
     }
 
@@ -155,7 +158,8 @@ impl Answers {
                 let result = self.observer.try_config(config).await;
                 let tried = result.is_some();
                 let obstacle = result.and_then(Result::err);
-                answer(&TrialReport { version: VERSION, tried, obstacle })
+                let more = More::new();
+                answer(&TrialReport { version: VERSION, tried, obstacle, more })
             }
             Err(error) => refusal(StatusCode::BAD_REQUEST, format!("config: {error}")),
         }
@@ -169,7 +173,7 @@ impl Answers {
         match self.observer.set_log(Some(&filter)) {
             Ok(()) => {
                 tracing::info!(%filter, "the log filter is set, until SIGHUP or a reload");
-                answer(&LogReport { version: VERSION, filter })
+                answer(&LogReport { version: VERSION, filter, more: More::new() })
             }
             Err(error) => refusal(StatusCode::BAD_REQUEST, error),
         }

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use flannel_api::Deployment;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Datapath, ExternalInterface};
 use flannel_core::kernel::{Annex, Refused, Traffic};
@@ -11,7 +12,7 @@ use flannel_core::lease::View;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
 use flannel_core::runtime::SharedAnswer;
-use flannel_core::{Config, Kernel};
+use flannel_core::{Config, Kernel, Remedy};
 use flannel_doctor::Network;
 use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_doctor::path_probe::server::ServerConfig;
@@ -59,8 +60,8 @@ pub(crate) enum Rulebook {
     Missing {
         /// The reason.
         why: String,
-        /// The command that helps.
-        cure: &'static str,
+        /// What helps.
+        remedy: Remedy,
         /// They were requested by an option, and are not only the default.
         requested: bool,
     },
@@ -70,10 +71,10 @@ pub(crate) enum Rulebook {
 
 impl Running {
     /// What the probes of paths probe.
-    pub(crate) fn probes(&self, settings: &ControlConfig, store: String) -> ProbeSettings {
+    pub(crate) fn probes(&self, settings: &ControlConfig) -> ProbeSettings {
         let network = Network {
             daemon: true,
-            store: Some(store),
+            deployment: Deployment::default(),
             known: true,
             backend: self.handle.lease.attrs.preferred.kind.to_string(),
             datapath: self.datapath.clone(),

@@ -4,13 +4,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use flannel_api::{Finding, MoveReport, RefusedConfig};
+use flannel_api::{Deployment, MoveReport, RefusedConfig};
 use flannel_core::kernel::{Refused, Traffic};
 use flannel_core::lease::View;
 use flannel_core::object::ObjectKind;
+use flannel_core::remedy::Trouble;
 use flannel_core::status::{Damage, Histogram, Status, Waiting};
-use flannel_core::subnet::{Ownership, StoreStatus};
+use flannel_core::subnet::{Ownership, StoreKind, StoreStatus};
 use flannel_core::{Config, Lease, Subnets};
+use flannel_doctor::Finding;
 use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_firewall::Packets;
 
@@ -21,6 +23,8 @@ pub(crate) struct Snapshot {
     pub(crate) time: SystemTime,
     /// The start of the daemon.
     pub(crate) started: SystemTime,
+    /// The daemon is a part of another program.
+    pub(crate) is_embedded: bool,
     /// `None` before the registry was opened.
     pub(crate) store: Option<StoreStatus>,
     pub(crate) ownership: Ownership,
@@ -73,7 +77,7 @@ impl Counters {
 pub(crate) struct Facts {
     /// The reason why the next network cannot be built yet, and the command that helps. While a
     /// network without a lease runs, why no lease is requested.
-    pub(crate) waits_for: Option<(String, String)>,
+    pub(crate) waits_for: Option<Trouble>,
     /// Pods may start: the subnet file is written.
     pub(crate) subnet_file: bool,
     /// The number of networks that have run.
@@ -84,7 +88,7 @@ pub(crate) struct Facts {
     pub(crate) refused_config: Option<RefusedConfig>,
     /// The reason why the external interface is not used as it is now.
     pub(crate) unfit_interface: Option<String>,
-    /// The move to another backend; `None`: none is under way.
+    /// The move to another backend, or `None` if no move is under way.
     pub(crate) moving: Option<MoveReport>,
     /// The findings about this host, as of the last check.
     pub(crate) findings: Vec<Finding>,
@@ -108,12 +112,21 @@ pub(crate) struct NetworkSnapshot {
 }
 
 impl Snapshot {
-    /// The name of the store.
-    pub(crate) fn store_name(&self) -> Option<&str> {
-        self.store.as_ref().map(|store| store.store.as_str())
+    /// How the daemon is deployed, which decides on the commands that it shows.
+    pub(crate) fn deployment(&self) -> Deployment {
+        match (self.store_kind().is_kubernetes(), self.is_embedded) {
+            (true, _) => Deployment::Kubernetes,
+            (false, true) => Deployment::Embedded,
+            (false, false) => Deployment::Systemd,
+        }
     }
 
-    /// The same with the state of the encrypted tunnels, as it was within the last second.
+    /// The kind of the store.
+    pub(crate) fn store_kind(&self) -> &StoreKind {
+        self.store.as_ref().map_or(&StoreKind::Other, |store| &store.kind)
+    }
+
+    /// Adds the state of the encrypted tunnels, as it was within the last second.
     pub(crate) async fn with_tunnels(mut self) -> Self {
         if let Some(network) = &mut self.network {
             network.tunnels = network.read.tunnels(&network.running).await;
@@ -121,8 +134,8 @@ impl Snapshot {
         self
     }
 
-    /// The same with the packets that the backend moves itself, and those that guards refuse,
-    /// counted within the last second.
+    /// Adds the packets that the backend moves itself, and the packets that guards refuse, counted
+    /// within the last second.
     pub(crate) async fn with_traffic(mut self) -> Self {
         if let Some(network) = &mut self.network {
             network.traffic = network.read.traffic(&network.running).await;

@@ -1,8 +1,8 @@
 //! Findings on this host, for a daemon that runs.
 
-use flannel_api::Finding;
-use flannel_doctor::checks::host::{self, DATA_PLANE, DUPLICATE, GUARD, HostReport, HostScene};
-use flannel_doctor::commands::localize_findings;
+use flannel_doctor::Finding;
+use flannel_doctor::checks::host::{self, CheckedNetwork, HostReport};
+use flannel_doctor::finding::Check;
 use flannel_firewall::LegacyMemory;
 
 use crate::observe::Snapshot;
@@ -12,7 +12,7 @@ use crate::observe::Snapshot;
 pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostReport {
     let Some(network) = &snapshot.network else { return HostReport::default() };
     let running = &network.running;
-    let scene = HostScene {
+    let checked = CheckedNetwork {
         config: running.config.clone(),
         links: running.links.clone(),
         uplink: running.iface.name,
@@ -21,16 +21,12 @@ pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostRepo
         leases: network.view.leases.clone(),
         mtu: Some(running.handle.mtu),
     };
-    let mut report = host::check_host(scene, memory).await;
-    report.findings.retain(|finding| finding.check != DUPLICATE);
+    let mut report = host::check_host(checked, memory).await;
+    report.findings.retain(|finding| finding.check != Check::DuplicateAddress);
     let of_traffic = network.traffic.iter().flat_map(|traffic| traffic.problems.clone());
     let of_guard = network.refused.iter().flat_map(|refused| refused.problems.clone());
-    let of_traffic = of_traffic.map(|problem| (DATA_PLANE, problem));
-    let problems = of_traffic.chain(of_guard.map(|problem| (GUARD, problem)));
-    report.findings.extend(
-        problems
-            .map(|(check, (text, command))| Finding::warning(check, text).with_command(command)),
-    );
-    localize_findings(&mut report.findings, snapshot.store_name());
+    let of_traffic = of_traffic.map(|trouble| Finding::of_trouble(Check::DataPlane, trouble));
+    let of_guard = of_guard.map(|trouble| Finding::of_trouble(Check::Guard, trouble));
+    report.findings.extend(of_traffic.chain(of_guard));
     report
 }

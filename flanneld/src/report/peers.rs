@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Display;
 
-use flannel_api::PeerReport;
+use flannel_api::{PeerReport, PeerState, RejectionCause};
 use flannel_core::address::Dual;
 use flannel_core::object::{Key, LinkName};
 use flannel_core::status::{Status, Wait, Waiting};
@@ -40,34 +40,14 @@ pub(super) fn interesting_peers(
             (state, changed.get(&lease.subnets), lease)
         })
         .collect();
-    let pending = peers.iter().filter(|(state, ..)| *state == State::Pending).count() as u64;
+    let pending = peers.iter().filter(|(state, ..)| *state == PeerState::Pending).count() as u64;
     // The latest change first. The sort is stable: ties are by subnet.
-    let trouble = |state: State| state.max(State::Failing);
+    let trouble = |state: PeerState| state.max(PeerState::Failing);
     peers.sort_by(|a, b| trouble(a.0).cmp(&trouble(b.0)).then(b.1.cmp(&a.1)));
     (
         peers.into_iter().take(PEERS).map(|(.., lease)| states.peer(lease, snapshot)).collect(),
         pending,
     )
-}
-
-/// The state of a peer, in the order of a report.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum State {
-    Rejected,
-    Failing,
-    Pending,
-    InPlace,
-}
-
-impl State {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Rejected => "rejected",
-            Self::Failing => "failing",
-            Self::Pending => "pending",
-            Self::InPlace => "in place",
-        }
-    }
 }
 
 /// Finds the states of peers. One value serves all peers; making it takes O(n) for n failures.
@@ -127,16 +107,16 @@ impl<'a> PeerStates<'a> {
     }
 
     /// The state, and the reason if it is not `in place`.
-    fn state(&self, subnets: &Subnets) -> (State, Option<&dyn Display>) {
+    fn state(&self, subnets: &Subnets) -> (PeerState, Option<&dyn Display>) {
         if let Some(why) = self.status.rejected.get(subnets) {
-            return (State::Rejected, Some(why));
+            return (PeerState::Rejected, Some(why));
         }
         let tunnel = || subnets.iter().find_map(|subnet| self.tunnels[subnet.family()].as_ref());
         if let Some(why) = self.failing.get(subnets).or_else(tunnel) {
-            return (State::Failing, Some(why));
+            return (PeerState::Failing, Some(why));
         }
         if let Some(why) = &self.all_wait {
-            return (State::Pending, Some(why));
+            return (PeerState::Pending, Some(why));
         }
         let wait = if self.unprocessed.contains(subnets) {
             Some(&Wait::Turn)
@@ -144,8 +124,8 @@ impl<'a> PeerStates<'a> {
             self.waiting.and_then(|waiting| waiting.peers.get(subnets))
         };
         match wait {
-            Some(wait) => (State::Pending, Some(wait)),
-            None => (State::InPlace, None),
+            Some(wait) => (PeerState::Pending, Some(wait)),
+            None => (PeerState::InPlace, None),
         }
     }
 
@@ -158,6 +138,7 @@ impl<'a> PeerStates<'a> {
         tunnels.dedup_by(|a, b| a.device == b.device);
         let unused = || lease.attrs.unused_offers().map(|unused| unused.to_string());
         let reason = reason.map(ToString::to_string).or_else(unused);
-        PeerReport { tunnels, ..PeerReport::new(lease, state.name(), reason, changed) }
+        let rejection = self.status.rejected.get(&lease.subnets).map(RejectionCause::from);
+        PeerReport { tunnels, rejection, ..PeerReport::new(lease, state, reason, changed) }
     }
 }

@@ -1,24 +1,22 @@
-//! Problems, as sentences. A node is ready if and only if no problem is an error. So a node that is
+//! Problems of the daemon. A node is ready if and only if no problem is an error. So a node that is
 //! not ready always has a complete list of reasons.
 
-use std::fmt::Display;
 use std::time::SystemTime;
 
-use flannel_api::{Problem, SubnetsReport, texts};
-use flannel_core::object::Key;
-use flannel_core::status::{Failure, Rejection};
-use flannel_core::subnet::{Loss, Ownership, StoreStatus};
-use flannel_doctor::commands::{
-    LOG, SET_CONFIG, change_address, for_advisory, is_kubernetes, localize, release, restore_store,
+use flannel_api::{
+    LeaseLoss, Problem, ProblemCause, RejectionReport, Severity, SubnetsReport, texts,
 };
+use flannel_core::object::Key;
+use flannel_core::remedy::Trouble;
+use flannel_core::status::{Advisory, Failure, Rejection};
+use flannel_core::subnet::{Loss, Ownership, StoreKind, StoreStatus};
+use flannel_core::{Config, Remedy};
+use flannel_doctor::remedy::{of_shared_address, readdress, render};
 use libc::EEXIST;
 
 use super::{refused_config, subnets_used};
 use crate::observe::{NetworkSnapshot, Rulebook, Running, Snapshot};
 
-/// Commands that show how a state passes, and that find a cause.
-const WATCH: &str = "flannelctl watch";
-const DOCTOR: &str = "flannelctl doctor";
 /// The largest number of problems of one kind that are listed one by one.
 const MOST: usize = 5;
 /// A pod network is nearly full from this share on, in percent.
@@ -26,82 +24,36 @@ const NEARLY_FULL: u64 = 80;
 
 /// All problems, errors first.
 pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
-    let (facts, mut found) = (&snapshot.facts, Found::default());
+    let facts = &snapshot.facts;
+    let mut found = Found::default();
     match &snapshot.network {
-        Some(network) => {
-            found.of_lease(network, snapshot);
-            let Running { config, lapsed, .. } = &*network.running;
-            if !facts.subnet_file && !lapsed {
-                let why = if config.require_encryption {
-                    "the firewall rule of RequireEncryption comes first, and until it is in \
-                     place, no route to another node is made either"
-                } else {
-                    "firewall rules come first"
-                };
-                found.error(format!("the subnet file is not written yet: {why}"), WATCH);
-            }
-            found.of_kernel(network);
-            // Without a lease there are no rules. Before the subnet file they are awaited, which
-            // takes long only if they are required.
-            if (facts.subnet_file || config.require_encryption) && !lapsed {
-                found.of_firewall(&network.running.rulebook.borrow());
-            }
-            found.of_encryption(network);
-            found.of_leases(network);
-            found.of_room(network, snapshot.store_name());
-        }
+        Some(network) => found.of_network(network, snapshot),
         None => {
-            let starts = || ("it has only just been started".to_owned(), WATCH.to_owned());
-            let (reason, cure) = facts.waits_for.clone().unwrap_or_else(starts);
-            found.error(format!("no network runs: {reason}"), cure);
+            let starts = || Trouble::new("it has only just been started", Remedy::WatchStatus);
+            let Trouble { text, remedy } = facts.waits_for.clone().unwrap_or_else(starts);
+            found.error(ProblemCause::NoNetwork { reason: text }, remedy);
         }
     }
     if let Some(store) = &snapshot.store {
         found.of_store(store);
     }
     if let Some(config) = &facts.waiting_config {
-        let networks = texts(config.pod_networks()).join(", ");
-        let text = format!("the network config has other pod networks now ({networks})");
-        let covers = |network: &NetworkSnapshot| {
-            network.running.config.networks.iter().all(|(family, old)| {
-                config.networks[family].is_some_and(|new| new.network.covers(&old.network))
-            })
-        };
-        let hint = if snapshot.network.as_ref().is_some_and(covers) {
-            // Pods keep their addresses.
-            "systemctl restart flanneld"
-        } else {
-            "systemctl restart flanneld # and the pods, which do not survive another pod \
-             network"
-        };
-        found.warning(text, hint);
+        found.of_waiting_config(config, snapshot.network.as_ref());
     }
     if let Some(network) = &snapshot.network {
-        if let Some(refused) = refused_config(snapshot) {
-            let text = "the store's network config is not used, the last good one is still used";
-            found.warning(format!("{text}: {}", refused.reason), SET_CONFIG);
-        }
-        if let Some((why, cure)) = facts.waits_for.as_ref().filter(|_| !network.running.lapsed) {
-            let text = "the network is due to be rebuilt, and stays as it is, because no other one \
-                        can be built";
-            found.warning(format!("{text}: {why}"), cure);
-        }
-        if let Some(why) = &facts.unfit_interface {
-            let text = "the external interface has changed, the network stays as it is";
-            let hint = format!("ip address show {}", network.running.iface.name);
-            found.warning(format!("{text}: {why}"), hint);
-        }
-    }
-    let Found(mut found) = found;
-    for problem in &mut found {
-        problem.hint = problem.hint.take().map(|hint| localize(hint, snapshot.store_name()));
+        found.of_changes(network, snapshot);
     }
     // The sort is stable: within each severity the order above stays.
-    found.sort_by_key(|problem| !problem.is_error());
-    found
+    found.0.sort_by_key(|found| found.severity);
+    let deployment = snapshot.deployment();
+    let problem = |found: FoundProblem| {
+        let hint = found.remedy.map(|remedy| render(&remedy, deployment));
+        Problem { hint, ..Problem::new(found.severity, found.cause) }
+    };
+    found.0.into_iter().map(problem).collect()
 }
 
-/// The first error; `None`: the node is ready.
+/// The first error, or `None` if the node is ready.
 pub(crate) fn first_error(snapshot: &Snapshot) -> Option<String> {
     problems(snapshot).into_iter().find(Problem::is_error).map(|problem| problem.text)
 }
@@ -117,221 +69,304 @@ pub(crate) fn line(snapshot: &Snapshot) -> String {
     }
 }
 
-/// The command that restores the store.
-fn restored(store: &StoreStatus) -> String {
-    restore_store(&store.store, store.last_error.as_ref().map_or("", |(error, _)| error.as_str()))
+/// What makes the store answer again.
+fn restored(store: &StoreStatus) -> Remedy {
+    let failure = store.last_error.as_ref().map(|error| error.failure.clone());
+    Remedy::RestoreStore { store: store.kind.clone(), failure: failure.unwrap_or_default() }
+}
+
+/// A problem with its remedy.
+struct FoundProblem {
+    severity: Severity,
+    cause: ProblemCause,
+    remedy: Option<Remedy>,
 }
 
 /// The problems that were found.
 #[derive(Default)]
-struct Found(Vec<Problem>);
+struct Found(Vec<FoundProblem>);
 
 impl Found {
-    fn error(&mut self, text: impl Into<String>, hint: impl Into<String>) {
-        self.0.push(Problem::error(text).with_hint(hint));
+    fn error(&mut self, cause: ProblemCause, remedy: impl Into<Option<Remedy>>) {
+        self.0.push(FoundProblem { severity: Severity::Error, cause, remedy: remedy.into() });
     }
 
-    fn warning(&mut self, text: impl Into<String>, hint: impl Into<String>) {
-        self.0.push(Problem::warning(text).with_hint(hint));
+    fn warning(&mut self, cause: ProblemCause, remedy: impl Into<Option<Remedy>>) {
+        self.0.push(FoundProblem { severity: Severity::Warning, cause, remedy: remedy.into() });
+    }
+
+    fn of_network(&mut self, network: &NetworkSnapshot, snapshot: &Snapshot) {
+        self.of_lease(network, snapshot);
+        let Running { config, lapsed, .. } = &*network.running;
+        let has_subnet_file = snapshot.facts.subnet_file;
+        if !has_subnet_file && !lapsed {
+            let encryption_first = config.require_encryption;
+            self.error(ProblemCause::NoSubnetFile { encryption_first }, Remedy::WatchStatus);
+        }
+        self.of_kernel(network);
+        // Without a lease there are no rules. Before the subnet file they are awaited, which takes
+        // long only if they are required.
+        if (has_subnet_file || config.require_encryption) && !lapsed {
+            self.of_firewall(&network.running.rulebook.borrow());
+        }
+        self.of_encryption(network);
+        self.of_leases(network);
+        self.of_room(network, snapshot.store_kind());
     }
 
     fn of_lease(&mut self, network: &NetworkSnapshot, snapshot: &Snapshot) {
-        let not_held = format!("this node does not hold its lease {}", network.own());
+        let lease = network.own().to_string();
         let lapsed = network.running.lapsed;
-        if let Ownership::Lost { why: Loss::Withdrawn(why), .. } = &snapshot.ownership {
-            self.0.push(Problem::error(format!("{not_held}: {why}")));
-            return;
+        if let Ownership::Lost { why: Loss::Withdrawn(reason), .. } = &snapshot.ownership {
+            let loss = LeaseLoss::Withdrawn { reason: reason.clone() };
+            return self.error(ProblemCause::LeaseNotHeld { lease, loss }, None);
         }
-        if let Some((why, cure)) = snapshot.facts.waits_for.as_ref().filter(|_| lapsed) {
-            let text = "it expired, and none is requested, because no network could be built";
-            self.error(format!("{not_held}: {text}: {why}"), cure);
-            return;
+        if let Some(Trouble { text, remedy }) = snapshot.facts.waits_for.as_ref().filter(|_| lapsed)
+        {
+            let loss = LeaseLoss::NoNetwork { reason: text.clone() };
+            return self.error(ProblemCause::LeaseNotHeld { lease, loss }, remedy.clone());
         }
-        // The text has no age, because systemd is notified whenever the text changes.
-        let mut age = String::new();
-        let reason = match &snapshot.ownership {
-            _ if lapsed => "it expired, and the store does not answer",
+        let mut remedy = snapshot.store.as_ref().map_or(Remedy::ReadLog, restored);
+        let loss = match &snapshot.ownership {
+            _ if lapsed => LeaseLoss::Lapsed,
             Ownership::Held { .. } => return,
             Ownership::Lost { since, why: Loss::Unconfirmed } => {
+                // The text of the problem has no age, because systemd is notified whenever that
+                // text changes.
                 let ago = snapshot.time.duration_since(*since).unwrap_or_default().as_secs();
-                age = format!("it expired {ago} s ago; ");
-                "it expired, and the store did not confirm a renewal"
+                remedy = remedy.remark(format!("it expired {ago} s ago"));
+                LeaseLoss::Unconfirmed
             }
-            _ => "the store has not granted it, or another node holds it",
+            _ => LeaseLoss::NotGranted,
         };
-        let repair = snapshot.store.as_ref().map_or_else(|| LOG.to_owned(), restored);
-        let joint = if repair.contains(" # ") { "; " } else { " # " };
-        let then =
-            "when the store answers, the node gets its lease back, or reports its new holder";
-        self.error(format!("{not_held}: {reason}"), format!("{repair}{joint}{age}{then}"));
+        let remedy = remedy.remark(
+            "when the store answers, the node gets its lease back, or reports its new holder",
+        );
+        self.error(ProblemCause::LeaseNotHeld { lease, loss }, remedy);
     }
 
     fn of_kernel(&mut self, network: &NetworkSnapshot) {
         let status = &network.status;
         if let Some(error) = &status.kernel_error {
-            self.error(format!("the kernel cannot be read or watched: {error}"), DOCTOR);
+            let error = error.to_string();
+            self.error(ProblemCause::KernelUnreadable { error }, Remedy::ExamineNode);
         }
         // A peer whose own data is wrong must not make other nodes unready.
         let own = network.own();
-        let is_of_peer = |(key, _): &(&Key, &Failure)| match key {
+        let is_of_peer = |key: &Key| match key {
             Key::Record(_, subnet) => own.iter().all(|own| own != *subnet),
             _ => false,
         };
-        let others = |all: usize| match all - 1 {
-            0 => String::new(),
-            more => format!(" (and {more} more)"),
-        };
-        let mut of_peers = status.failing.iter().filter(is_of_peer);
+        let mut of_peers = status.failing.iter().filter(|(key, _)| is_of_peer(key));
         if let Some((_, failure)) = of_peers.next() {
-            let others = others(1 + of_peers.count());
-            self.warning(format!("{}: {}{others}", failure.change, failure.error), LOG);
+            let more = of_peers.count() as u64;
+            let Failure { change, error, .. } = failure;
+            let (change, error) = (change.to_string(), error.to_string());
+            self.warning(ProblemCause::PeerObjectRefused { change, error, more }, Remedy::ReadLog);
         }
-        let failing = || status.failing.iter().filter(|failing| !is_of_peer(failing));
-        if let Some((key, failure)) = failing().next() {
-            let others = others(failing().count());
-            let text = format!("the kernel refuses: {}: {}{others}", failure.change, failure.error);
-            let hint = match key {
-                _ if failure.error.is_denied() => {
-                    "systemctl show -p CapabilityBoundingSet flanneld # it needs CAP_NET_ADMIN in \
-                     this network namespace"
-                }
-                // A device of another kind, which is not ours.
-                Key::Link(name) if failure.error.is(EEXIST) => &format!("ip link delete {name}"),
-                _ => DOCTOR,
-            };
-            self.error(text, hint);
+        let mut others = status.failing.iter().filter(|(key, _)| !is_of_peer(key));
+        if let Some((key, failure)) = others.next() {
+            let more = others.count() as u64;
+            let change = failure.change.to_string();
+            let error = failure.error.to_string();
+            let remedy = of_refusal(key, failure);
+            self.error(ProblemCause::ObjectRefused { change, error, more }, remedy);
         }
         if !status.in_sync && status.kernel_error.is_none() && status.failing.is_empty() {
-            let text = if status.live {
-                "syncing the kernel with the leases"
-            } else {
-                "the leases are those of an earlier run, because the store has not listed them \
-                 yet"
-            };
-            self.error(text, WATCH);
+            let cause =
+                if status.live { ProblemCause::Syncing } else { ProblemCause::LeasesFromCache };
+            self.error(cause, Remedy::WatchStatus);
         }
     }
 
     fn of_firewall(&mut self, rulebook: &Rulebook) {
-        let yet = "the firewall rules are not in place yet";
-        let missing = |why: &dyn Display| format!("the firewall rules are not in place: {why}");
         match rulebook {
             Rulebook::Unwanted => {}
-            Rulebook::Pending => self.error(yet, WATCH),
-            Rulebook::Missing { why, cure, requested: true } => self.error(missing(why), *cure),
-            // They are only the default, and many hosts need none.
-            Rulebook::Missing { why, cure, requested: false } => {
-                self.warning(format!("there are no forward rules: {why}"), *cure);
-            }
-            Rulebook::Kept(status) => {
-                let status = status.borrow();
-                match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
-                    Some(error) => self.error(missing(error), error.cure()),
-                    None if status.in_place => {}
-                    None => self.error(yet, WATCH),
-                }
-                if status.contested {
-                    let text = "another program puts its rules before the jump to the chain \
-                                FLANNEL-ENCRYPTION again and again: packets of pods may leave \
-                                unencrypted in between";
-                    let hint = "iptables -t mangle -S POSTROUTING; ip6tables -t mangle -S \
-                                POSTROUTING # which program makes the first rule?";
-                    self.error(text, hint);
-                }
-                let now = SystemTime::now();
-                if status.dropped.unencrypted.is_recent(now) {
-                    let text = "packets to pods of other nodes are dropped, because they would \
-                                leave unencrypted";
-                    self.warning(text, "flannelctl peers # which nodes have no encrypted offer?");
-                }
-                for error in status.leftovers.iter().filter(|error| !error.is_guess()) {
-                    let text = "rules that an earlier flannel may have left are not removed";
-                    self.warning(format!("{text}: {error}"), error.cure());
+            Rulebook::Pending => self.error(ProblemCause::FirewallPending, Remedy::WatchStatus),
+            Rulebook::Missing { why, remedy, requested } => {
+                let error = why.clone();
+                let remedy = remedy.clone();
+                if *requested {
+                    self.error(ProblemCause::FirewallFailed { error }, remedy);
+                } else {
+                    // They are only the default, and many hosts need none.
+                    self.warning(ProblemCause::NoForwardRules { error }, remedy);
                 }
             }
+            Rulebook::Kept(status) => self.of_kept_rules(&status.borrow()),
+        }
+    }
+
+    fn of_kept_rules(&mut self, status: &flannel_firewall::Status) {
+        match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
+            Some(error) => {
+                let remedy = error.remedy();
+                let error = error.to_string();
+                self.error(ProblemCause::FirewallFailed { error }, remedy);
+            }
+            None if status.in_place => {}
+            None => self.error(ProblemCause::FirewallPending, Remedy::WatchStatus),
+        }
+        if status.contested {
+            let show = Remedy::run(
+                "iptables -t mangle -S POSTROUTING; ip6tables -t mangle -S POSTROUTING",
+            );
+            let remedy = show.remark("which program makes the first rule?");
+            self.error(ProblemCause::FirewallContested, remedy);
+        }
+        if status.dropped.unencrypted.is_recent(SystemTime::now()) {
+            let remedy = Remedy::ListPeers.remark("which nodes have no encrypted offer?");
+            self.warning(ProblemCause::UnencryptedDropped, remedy);
+        }
+        for error in status.leftovers.iter().filter(|error| !error.is_guess()) {
+            let remedy = error.remedy();
+            self.warning(ProblemCause::LeftoverRules { error: error.to_string() }, remedy);
         }
     }
 
     fn of_encryption(&mut self, network: &NetworkSnapshot) {
         let Running { config, datapath, .. } = &*network.running;
         if config.require_encryption && datapath.encrypted.is_empty() {
-            let text = format!(
-                "the network config has RequireEncryption, and its backend {} does not encrypt: \
-                 packets to pods of other nodes are dropped",
-                config.backend.kind
-            );
-            let hint = "flannelctl config patch '{\"RequireEncryption\": false}' # or name a \
-                        Backend that encrypts";
-            self.error(text, hint);
+            let backend = config.backend.kind.clone();
+            let remedy = Remedy::PatchConfig("{\"RequireEncryption\": false}".to_owned())
+                .remark("or name a Backend that encrypts");
+            self.error(ProblemCause::BackendDoesNotEncrypt { backend }, remedy);
         }
     }
 
     fn of_leases(&mut self, network: &NetworkSnapshot) {
         let status = &network.status;
         for (subnets, why) in status.rejected.iter().take(MOST) {
-            let hint = match why {
+            let remedy = match why {
                 Rejection::Overlaps { .. }
                 | Rejection::Contradicts { .. }
-                | Rejection::ContradictsOwn(_) => {
-                    "systemctl restart flanneld # on the later of the two nodes: every node \
-                     accepts the earlier lease"
-                }
-                Rejection::NotItsOwn { .. } => {
-                    "flannelctl lease list # that node publishes the MAC address of another one: \
-                     is it a clone, or hostile?"
-                }
-                Rejection::OwnAddress(_) => &change_address(subnets),
+                | Rejection::ContradictsOwn(_) => Remedy::RestartDaemon.remark(
+                    "on the later of the two nodes: every node accepts the earlier lease",
+                ),
+                Rejection::NotItsOwn { .. } => Remedy::ListLeases.remark(
+                    "that node publishes the MAC address of another one: is it a clone, or hostile?",
+                ),
+                Rejection::OwnAddress(_) => readdress(subnets),
                 Rejection::Rejected(_) | Rejection::BadData(_) => {
-                    "flannelctl lease list # which backend and address has that node?"
+                    Remedy::ListLeases.remark("which backend and address has that node?")
                 }
-                _ => &release(subnets),
+                _ => Remedy::ReleaseLease(subnets.to_string()),
             };
-            self.warning(format!("the lease {subnets} is rejected: {why}"), hint);
+            let lease = subnets.to_string();
+            let rejection = RejectionReport::from(why);
+            self.warning(ProblemCause::LeaseRejected { lease, rejection }, remedy);
         }
         if let Some(more @ 1..) = status.rejected.len().checked_sub(MOST) {
-            self.warning(format!("{more} more leases are rejected"), "flannelctl peers");
+            let more = more as u64;
+            self.warning(ProblemCause::MoreLeasesRejected { more }, Remedy::ListPeers);
         }
-        for text in status.advisories.keys().take(MOST) {
-            self.warning(text, for_advisory(text, network.peers()));
+        for advisory in status.advisories.keys().take(MOST) {
+            self.of_advisory(advisory, network);
         }
     }
 
-    fn of_room(&mut self, network: &NetworkSnapshot, store: Option<&str>) {
-        let command = if is_kubernetes(store) { "kubectl delete node" } else { "lease release" };
+    fn of_advisory(&mut self, advisory: &Advisory, network: &NetworkSnapshot) {
+        match advisory {
+            Advisory::SharedAddress { nodes, address, own } => {
+                let remedy = of_shared_address(*address, network.peers().map(|peer| &**peer));
+                let address = address.to_string();
+                let cause = ProblemCause::SharedAddress { address, nodes: *nodes, own: *own };
+                self.warning(cause, remedy);
+            }
+            Advisory::OfLease { subnets, text, address } => {
+                let remedy = address.map_or(Remedy::ListPeers, |_| readdress(subnets));
+                let lease = subnets.to_string();
+                let reason = text.clone();
+                self.warning(ProblemCause::LeaseAdvisory { lease, reason }, remedy);
+            }
+            _ => {}
+        }
+    }
+
+    fn of_room(&mut self, network: &NetworkSnapshot, store: &StoreKind) {
         for SubnetsReport { family, total, used, free } in subnets_used(network, store) {
             if used.saturating_mul(100) >= total.saturating_mul(NEARLY_FULL) {
-                self.warning(
-                    format!("{used} of {total} {family} subnets are taken, {free} are free"),
-                    format!(
-                        "flannelctl lease list # {command} releases those of nodes that are gone; \
-                         or enlarge the network"
-                    ),
-                );
+                let cause = ProblemCause::NearlyFull { family, total, used, free };
+                self.warning(cause, Remedy::FreeSubnets);
             }
         }
     }
 
     fn of_store(&mut self, store: &StoreStatus) {
-        if let Some((error, _)) = &store.last_error {
-            let text = format!("the store does not answer: {error}");
-            self.warning(text, restored(store));
+        if let Some(error) = &store.last_error {
+            let error = error.text.clone();
+            self.warning(ProblemCause::StoreUnreachable { error }, restored(store));
         }
-        for (key, reason) in store.skipped.iter().take(MOST) {
-            let text = format!("{}: {key} is wrong: {reason}", store.store);
-            let hint = match key.strip_prefix("node ") {
-                Some(node) if reason.contains("annotations were removed") => {
-                    format!("kubectl describe node {node} # and look at the log of its flannel pod")
-                }
-                _ => "flannelctl lease list".to_owned(),
+        for entry in store.skipped.iter().take(MOST) {
+            let remedy = match &entry.wiped_node {
+                Some(node) => Remedy::run(format!("kubectl describe node {node}"))
+                    .remark("and look at the log of its flannel pod"),
+                None => Remedy::ListLeases,
             };
-            self.warning(text, hint);
+            let cause = ProblemCause::StoreEntryWrong {
+                store: store.store.clone(),
+                key: entry.key.clone(),
+                reason: entry.reason.clone(),
+            };
+            self.warning(cause, remedy);
         }
+    }
+
+    /// A config with other pod networks is used after a restart.
+    fn of_waiting_config(&mut self, config: &Config, network: Option<&NetworkSnapshot>) {
+        let covers = |network: &NetworkSnapshot| {
+            network.running.config.networks.iter().all(|(family, old)| {
+                config.networks[family].is_some_and(|new| new.network.covers(&old.network))
+            })
+        };
+        let remedy = if network.is_some_and(covers) {
+            // Pods keep their addresses.
+            Remedy::RestartDaemon
+        } else {
+            Remedy::RestartDaemon.remark("and the pods, which do not survive another pod network")
+        };
+        let networks = texts(config.pod_networks());
+        self.warning(ProblemCause::OtherPodNetworks { networks }, remedy);
+    }
+
+    /// Changes that a network that runs does not follow.
+    fn of_changes(&mut self, network: &NetworkSnapshot, snapshot: &Snapshot) {
+        if let Some(refused) = refused_config(snapshot) {
+            let reason = refused.reason;
+            self.warning(ProblemCause::ConfigNotUsed { reason }, Remedy::SetConfig);
+        }
+        let Running { lapsed, iface, .. } = &*network.running;
+        if let Some(Trouble { text, remedy }) =
+            snapshot.facts.waits_for.as_ref().filter(|_| !lapsed)
+        {
+            let reason = text.clone();
+            self.warning(ProblemCause::RebuildBlocked { reason }, remedy.clone());
+        }
+        if let Some(reason) = snapshot.facts.unfit_interface.clone() {
+            let remedy = Remedy::run(format!("ip address show {}", iface.name));
+            self.warning(ProblemCause::InterfaceChanged { reason }, remedy);
+        }
+    }
+}
+
+/// What helps if the kernel refuses an object.
+fn of_refusal(key: &Key, failure: &Failure) -> Remedy {
+    match key {
+        _ if failure.error.is_denied() => {
+            Remedy::ShowCapabilities.remark("it needs CAP_NET_ADMIN in this network namespace")
+        }
+        // A device of another kind, which is not ours.
+        Key::Link(name) if failure.error.is(EEXIST) => {
+            Remedy::run(format!("ip link delete {name}"))
+        }
+        _ => Remedy::ExamineNode,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use flannel_core::status::Status;
+    use flannel_core::subnet::{LastError, StoreFailure};
 
     use super::*;
     use crate::observe::Observer;
@@ -391,8 +426,8 @@ mod tests {
             (true, "error: the firewall rules are not in place: no iptables"),
             (false, "warning: there are no forward rules: no iptables"),
         ] {
-            let cure = "cure";
-            book.send_replace(Rulebook::Missing { why: "no iptables".into(), cure, requested });
+            let remedy = Remedy::ReadLog;
+            book.send_replace(Rulebook::Missing { why: "no iptables".into(), remedy, requested });
             assert_eq!(seen(), (vec![text.into()], false));
         }
     }
@@ -476,7 +511,7 @@ mod tests {
         (status.in_sync, status.live) = (true, true);
         let (_subnets, mut running) = network(status).await;
         // Three peers, in a network of three.
-        running.config = flannel_core::Config::parse(
+        running.config = Config::parse(
             r#"{"Network":"10.1.0.0/16","SubnetLen":24,
                 "SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#,
         )
@@ -491,10 +526,11 @@ mod tests {
                 .count()
         };
         assert_eq!(taken(&snapshot), 1);
-        snapshot.store = Some(StoreStatus { store: "etcd:x".into(), ..StoreStatus::default() });
+        let of = |kind| StoreStatus { kind, ..StoreStatus::default() };
+        snapshot.store = Some(of(StoreKind::Etcd { endpoints: vec!["x".into()] }));
         assert_eq!(taken(&snapshot), 1);
         // In Kubernetes `SubnetMin` and `SubnetMax` have no effect.
-        snapshot.store = Some(StoreStatus { store: "kube:x".into(), ..StoreStatus::default() });
+        snapshot.store = Some(of(StoreKind::Kubernetes { url: "x".into() }));
         assert_eq!(taken(&snapshot), 0);
     }
 
@@ -510,7 +546,8 @@ mod tests {
         );
         let none =
             crate::error::Error::from(flannel_core::Error::NoConfig { location: "x".into() });
-        observer.note(|facts| facts.waits_for = Some((none.to_string(), none.cure("etcd:x"))));
+        let remedy = none.remedy(&StoreKind::Other);
+        observer.note(|facts| facts.waits_for = Some(Trouble::new(none.to_string(), remedy)));
         assert_eq!(
             texts(&observer.snapshot()),
             ["error: no network runs: x holds no network config yet"]
@@ -518,7 +555,7 @@ mod tests {
         let hint = |snapshot: &Snapshot| {
             problems(snapshot).pop().and_then(|problem| problem.hint).unwrap()
         };
-        assert_eq!(hint(&observer.snapshot()), SET_CONFIG);
+        assert_eq!(hint(&observer.snapshot()), "flannelctl config set FILE");
 
         let mut status = Status::default();
         (status.in_sync, status.live) = (true, true);
@@ -535,12 +572,19 @@ mod tests {
         assert_eq!(texts(&snapshot), [""; 0]);
         assert_eq!(line(&snapshot), "ready: 10.1.1.0-24, 0 peers");
         snapshot.store = Some(StoreStatus {
-            last_error: Some(("no route to host".into(), snapshot.time)),
+            last_error: Some(LastError {
+                text: "no route to host".into(),
+                failure: StoreFailure::Other,
+                at: snapshot.time,
+            }),
             ..StoreStatus::default()
         });
         assert_eq!(texts(&snapshot), ["warning: the store does not answer: no route to host"]);
-        assert_eq!(hint(&snapshot), LOG);
-        snapshot.store.as_mut().unwrap().store = "kube:https://10.96.0.1:443".into();
+        assert_eq!(hint(&snapshot), "# see the log of the program that embeds flannel");
+        snapshot.is_embedded = false;
+        assert_eq!(hint(&snapshot), "journalctl -u flanneld");
+        let url = "https://10.96.0.1:443".into();
+        snapshot.store.as_mut().unwrap().kind = StoreKind::Kubernetes { url };
         assert!(hint(&snapshot).starts_with("curl -k https://10.96.0.1:443/readyz"));
         let since = snapshot.time - std::time::Duration::from_secs(7);
         snapshot.ownership = Ownership::Lost { since, why: Loss::Unconfirmed };

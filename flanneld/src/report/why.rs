@@ -7,7 +7,6 @@ use flannel_api::WhyReport;
 use flannel_core::Lease;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
-use flannel_doctor::commands::localize;
 use flannel_doctor::diagnosis::why::{Explained, RouteInputs, diagnose, lookup};
 
 use crate::observe::{NetworkSnapshot, Snapshot};
@@ -16,12 +15,13 @@ use crate::observe::{NetworkSnapshot, Snapshot};
 pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
     let Some(NetworkSnapshot { running, view, tunnels, .. }) = &snapshot.network else {
         let answer = Err(KernelError::explained(11, "no network runs, so no route was looked up"));
-        return diagnose(address, &RouteInputs { answer, ..RouteInputs::default() });
+        let deployment = snapshot.deployment();
+        return diagnose(address, &RouteInputs { answer, deployment, ..RouteInputs::default() });
     };
     let own = &running.handle.lease;
     let explanation = running.handle.explain(address).await.map(|explanation| Explained {
         lease: explanation.lease,
-        rejection: explanation.rejection.map(|why| why.to_string()),
+        rejection: explanation.rejection,
         objects: explanation.objects,
     });
     let kernel = Arc::clone(&running.kernel);
@@ -31,10 +31,17 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
     let tunnels = tunnels.by_subnet();
     let tunnel = tunnels.iter().find(|(subnet, _)| subnet.contains(address));
     let tunnel = tunnel.map(|(_, to)| to.report(snapshot.time));
-    let (config, own, datapath) = (Some(&running.config), Some(own), &running.datapath);
+    let datapath = &running.datapath;
     let device = datapath.devices[Family::of(address)].filter(|_| !datapath.direct);
-    let inputs = RouteInputs { daemon: true, config, own, lease, explanation, device, answer };
-    let why = diagnose(address, &inputs);
-    let hint = why.hint.map(|hint| localize(hint, snapshot.store_name()));
-    WhyReport { hint, tunnel, ..why }
+    let inputs = RouteInputs {
+        daemon: true,
+        deployment: snapshot.deployment(),
+        config: Some(&running.config),
+        own: Some(own),
+        lease,
+        explanation,
+        device,
+        answer,
+    };
+    WhyReport { tunnel, ..diagnose(address, &inputs) }
 }

@@ -168,7 +168,7 @@ impl<'a> DaemonContext<'a> {
         let Self { settings, subnets, starter, go_flannel, observer } = self;
         let (rules, rules_shown) = watch::channel(settings.firewall.rulebook(&ready.config));
         let running = ready.running(settings, rules_shown);
-        let probes = running.probes(&settings.control, subnets.store_status().store);
+        let probes = running.probes(&settings.control);
         let probe_server = running.probe_server(settings.control.doctor_port);
         let shown = observer.running(running);
         let needs_handshakes = ready.joined.needs_handshakes;

@@ -9,6 +9,7 @@ use std::time::Duration;
 use flannel_core::backend::{ExternalInterface, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
+use flannel_core::remedy::Trouble;
 use flannel_core::runtime::{blocking, lock};
 use flannel_core::subnet::Hints;
 use flannel_core::{Backend, Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
@@ -147,8 +148,9 @@ impl<'a> Starter<'a> {
         let subnets = &*self.subnets;
         let start = async || {
             Box::pin(self.start()).await.inspect_err(|error| {
-                let cure = error.cure(&subnets.store_status().store);
-                observer.note(|facts| facts.waits_for = Some((error.to_string(), cure)));
+                let remedy = error.remedy(&subnets.store_status().kind);
+                let trouble = Trouble::new(error.to_string(), remedy);
+                observer.note(|facts| facts.waits_for = Some(trouble));
             })
         };
         let has_run = self.last.is_some();

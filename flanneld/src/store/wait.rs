@@ -5,7 +5,7 @@
 use std::pin::pin;
 use std::time::Duration;
 
-use flannel_core::subnet::LeaseEnd;
+use flannel_core::subnet::{LastError, LeaseEnd};
 use flannel_core::{Lease, SubnetManager};
 use flannel_subnet::Backoff;
 use tokio::time::{Instant, interval_at, sleep};
@@ -131,7 +131,7 @@ async fn impatiently<T>(
     loop {
         tokio::select! {
             done = &mut attempt => return done,
-            _ = silence.tick() => if let Some((text, _)) = subnets.store_status().last_error {
+            _ = silence.tick() => if let Some(LastError { text, .. }) = subnets.store_status().last_error {
                 logged.is_slow(text);
             },
         }
@@ -327,7 +327,11 @@ mod tests {
         }
 
         fn store_status(&self) -> flannel_core::subnet::StoreStatus {
-            let last_error = Some(("no".to_owned(), std::time::SystemTime::now()));
+            let last_error = Some(LastError {
+                text: "no".to_owned(),
+                failure: flannel_core::subnet::StoreFailure::Other,
+                at: std::time::SystemTime::now(),
+            });
             flannel_core::subnet::StoreStatus { last_error, ..self.0.store_status() }
         }
     }

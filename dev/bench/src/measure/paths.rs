@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use flannel_api::{Client, StatusReport};
+use flannel_api::{Client, PathState, StatusReport};
 use flannel_core::address::Family;
 use flannel_netlink::testing::{Netns, bridge, ip, run as run_program};
 
@@ -64,7 +64,7 @@ fn measure(program: &Path, peers: u32, option: &str, time: Duration) -> anyhow::
     let mut wrong = daemon.compare()?;
     let paths = status(&daemon)?.network.and_then(|network| network.paths);
     let (probed, failing) = paths.map_or((0, 0), |paths| {
-        (paths.states.get("ok").copied().unwrap_or_default(), paths.failing)
+        (paths.states.get(&PathState::Ok).copied().unwrap_or_default(), paths.failing)
     });
     if failing > 0 {
         wrong.push(format!("{failing} paths fail"));

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use flannel_api::PathState;
 use flannel_lab::{Host, Interrupter, Lab};
 
 use crate::parts::cluster::Families;
@@ -130,7 +131,7 @@ fn found(site: &Site, interrupter: &Interrupter) -> anyhow::Result<Vec<String>> 
         let findings = status.findings.iter().filter(|found| Site::is_of_the_lab(found));
         wrong.extend(findings.map(|f| format!("{}: status: {}", host.name(), f.text)));
         let paths = status.network.and_then(|network| network.paths).unwrap_or_default();
-        let ok = paths.states.get("ok").copied().unwrap_or_default();
+        let ok = paths.states.get(&PathState::Ok).copied().unwrap_or_default();
         if ok != expected {
             let host = host.name();
             let states = paths.states;

@@ -2,9 +2,8 @@
 
 use std::net::IpAddr;
 
-use flannel_api::Finding;
-
 use super::{HostFacts, sysctl_name};
+use crate::finding::{Check, Finding};
 
 /// Checks that this host answers ARP requests for its public address.
 ///
@@ -17,7 +16,7 @@ pub(super) fn arp(facts: &HostFacts) -> Vec<Finding> {
             format!("{setting} of {uplink} is {value}: this host answers no ARP request{why}");
         let keys = ["all".to_owned(), sysctl_name(uplink)];
         let repair = keys.map(|key| format!("net.ipv4.conf.{key}.{setting}=0")).join(" ");
-        Finding::error("arp", text).with_command(format!("sysctl -w {repair}"))
+        Finding::error(Check::Arp, text).with_command(format!("sysctl -w {repair}"))
     };
     let is_elsewhere = |public: &IpAddr| {
         let is_here = facts.addresses.iter().any(|(_, address)| address == public);

@@ -1,15 +1,19 @@
 //! Changes of the findings of a host that is checked again and again.
 
-use flannel_api::Finding;
+use flannel_api::{Deployment, Severity};
+use flannel_core::Remedy;
 
-/// Logs the findings that are new, and those that are gone.
-pub fn log_changes(before: &[Finding], now: &[Finding]) {
+use crate::finding::{Check, Finding};
+
+/// Logs the findings that are new, with the commands for the deployment, and the findings that are
+/// gone.
+pub fn log_changes(before: &[Finding], now: &[Finding], deployment: Deployment) {
     let (gone, new) = changes(before, now);
     for Finding { check, text, .. } in gone {
         tracing::info!(%check, finding = %text, "a finding about this host is gone");
     }
     for finding in new {
-        let Finding { check, text, repair, .. } = finding;
+        let flannel_api::Finding { check, text, repair, .. } = finding.report(deployment);
         let repair = repair.as_ref().map(tracing::field::display);
         if finding.is_error() {
             tracing::error!(%check, repair, "{text}");
@@ -19,7 +23,7 @@ pub fn log_changes(before: &[Finding], now: &[Finding]) {
     }
 }
 
-/// The findings that are gone, and the new ones. Findings with the same check, severity and command
+/// The findings that are gone, and the new ones. Findings with the same check, severity and remedy
 /// are the same, because a text may have an age. Of several such findings, each counts.
 fn changes<'a>(before: &'a [Finding], now: &'a [Finding]) -> (Vec<&'a Finding>, Vec<&'a Finding>) {
     (without(before, now), without(now, before))
@@ -40,8 +44,8 @@ fn without<'a>(all: &'a [Finding], others: &[Finding]) -> Vec<&'a Finding> {
     left
 }
 
-fn key(finding: &Finding) -> (&str, bool, Option<&str>) {
-    (finding.check.as_str(), finding.is_error(), finding.repair.as_deref())
+fn key(finding: &Finding) -> (&Check, Severity, Option<&Remedy>) {
+    (&finding.check, finding.severity, finding.remedy.as_ref())
 }
 
 #[cfg(test)]
@@ -50,8 +54,9 @@ mod tests {
 
     #[test]
     fn only_new_findings_and_those_that_are_gone_are_changes() {
-        let finding =
-            |text: &str, repair: &str| Finding::warning("forward-drop", text).with_command(repair);
+        let finding = |text: &str, repair: &str| {
+            Finding::warning(Check::ForwardDrop, text).with_command(repair)
+        };
         let before = [finding("a, 3 s ago", "a"), finding("b", "b")];
         let now = [finding("a, 9 s ago", "a"), finding("c", "c")];
         assert_eq!(changes(&before, &now), (vec![&before[1]], vec![&now[1]]));
@@ -61,12 +66,12 @@ mod tests {
 
     #[test]
     fn each_of_several_findings_with_the_same_command_is_a_change() {
-        let finding = |text: &str| Finding::warning("clash", text).with_command("a");
+        let finding = |text: &str| Finding::warning(Check::Clash, text).with_command("a");
         let (one, two) = ([finding("1")], [finding("2"), finding("1")]);
         assert_eq!(changes(&one, &two), (vec![], vec![&two[0]]));
         assert_eq!(changes(&two, &one), (vec![&two[0]], vec![]));
         assert_eq!(changes(&one, &two[..1]), (vec![], vec![]), "only the text is another");
-        let error = [Finding::error("clash", "1").with_command("a")];
+        let error = [Finding::error(Check::Clash, "1").with_command("a")];
         assert_eq!(changes(&one, &error), (vec![&one[0]], vec![&error[0]]));
     }
 }

@@ -4,12 +4,13 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use flannel_api::Finding;
-use flannel_core::Subnet;
+use flannel_api::Severity;
 use flannel_core::address::Family;
+use flannel_core::{Remedy, Subnet};
 use flannel_netlink::foreign::{Attached, Rule, RuleAction, Share, TableRoute};
 
 use super::HostFacts;
+use crate::finding::{Check, Finding};
 
 /// `RT_TABLE_DEFAULT`.
 const DEFAULT: u32 = 253;
@@ -97,82 +98,141 @@ impl HostFacts {
 
 /// Checks that no rule leads packets past flannel's routes, which are in the main table.
 pub(super) fn rules(facts: &HostFacts) -> Vec<Finding> {
-    let (mut found, mut misled) = (Vec::new(), Vec::new());
+    let mut misled = Vec::new();
+    let mut undecided = Vec::new();
     for (family, network) in facts.pod_networks.iter() {
-        let ip = if family == Family::V4 { "ip" } else { "ip -6" };
-        let rules: Vec<&Rule> = facts.rules.iter().filter(|rule| rule.family == family).collect();
-        let own = facts.own[family].map(|own| (own, None));
-        let peers = facts
-            .peers
-            .iter()
-            .filter_map(|(subnets, public)| Some((subnets.family(family)?, public[family])));
-        let (mut wrong, mut undecided) = (BTreeSet::new(), None);
-        for (to, public) in peers.chain(own).filter(|(to, _)| network.covers(to)) {
-            let (mut is_decided, mut next) = (false, 0);
-            for rule in &rules {
-                // Packets to the subnet of a node do not come from there.
-                let is_between = rule.inverted || rule.src.is_none_or(|src| !to.covers(&src));
-                let share = facts.share(rule, network, &to);
-                if !is_between || share == Share::None || rule.priority < next {
-                    continue;
-                }
-                if let RuleAction::Goto(target) = rule.action {
-                    // Without a rule of that priority, the kernel asks the next rule.
-                    if share == Share::All && rules.iter().any(|rule| rule.priority == target) {
-                        next = target;
-                    }
-                    continue;
-                }
-                let way = facts.way(rule, &to, public);
-                if matches!(way, Way::Undecided) {
-                    continue;
-                }
-                if let Way::Wrong(way) = way
-                    && wrong.insert(rule.to_string())
-                {
-                    let make =
-                        if rule.rest == Share::Some { Finding::warning } else { Finding::error };
-                    let text =
-                        format!("by the rule of priority {}, packets to {to} {way}", rule.priority);
-                    misled.push(make("ip-rule", text).with_command(deletion(ip, rule, &rules)));
-                }
-                is_decided = share == Share::All;
-                if is_decided {
-                    break;
-                }
-            }
-            undecided = undecided.or_else(|| (!is_decided).then_some(to));
-        }
+        let checked = FamilyRules::new(facts, family, network);
+        let unled = checked.check(&mut misled);
         // Without any rule the rules could not be read.
-        if let Some(to) = undecided.filter(|_| !rules.is_empty()) {
+        if let Some(to) = unled.filter(|_| !checked.rules.is_empty()) {
             let text = format!(
                 "no rule leads packets to {to} to the main table, which has flannel's routes"
             );
-            let repair = format!("{ip} rule add pref 32766 lookup main");
-            found.push(Finding::error("ip-rule", text).with_command(repair));
+            let repair = format!("{} rule add pref 32766 lookup main", ip_command(family));
+            undecided.push(Finding::error(Check::IpRule, text).with_command(repair));
         }
     }
-    misled.sort_by_key(|finding| !finding.is_error());
+    misled.sort_by_key(|finding: &Finding| finding.severity);
     let more = misled.len().saturating_sub(MOST_RULES);
     misled.truncate(MOST_RULES);
     if more > 0 {
         let text = format!("{more} more rules lead packets of pods past flannel's routes");
-        let repair = "ip rule show; ip -6 rule show # then delete the wrong ones";
-        misled.push(Finding::warning("ip-rule", text).with_command(repair));
+        let remedy =
+            Remedy::run("ip rule show; ip -6 rule show").remark("then delete the wrong ones");
+        misled.push(Finding::warning(Check::IpRule, text).with_remedy(remedy));
     }
-    misled.extend(found);
+    misled.extend(undecided);
     misled
 }
 
-/// The command that deletes one of `rules`. The text of a rule lacks some selectors, so it may be
-/// that of another rule with the same priority.
-fn deletion(ip: &str, rule: &Rule, rules: &[&Rule]) -> String {
+/// The command `ip` for a family.
+fn ip_command(family: Family) -> &'static str {
+    match family {
+        Family::V4 => "ip",
+        Family::V6 => "ip -6",
+    }
+}
+
+/// The routing rules of one family.
+struct FamilyRules<'a> {
+    facts: &'a HostFacts,
+    family: Family,
+    network: &'a Subnet,
+    rules: Vec<&'a Rule>,
+}
+
+impl<'a> FamilyRules<'a> {
+    fn new(facts: &'a HostFacts, family: Family, network: &'a Subnet) -> Self {
+        let rules = facts.rules.iter().filter(|rule| rule.family == family).collect();
+        Self { facts, family, network, rules }
+    }
+
+    /// Adds the wrong rules to `misled`. Returns the first subnet to which no rule leads packets.
+    fn check(&self, misled: &mut Vec<Finding>) -> Option<Subnet> {
+        let mut wrong = BTreeSet::new();
+        let mut undecided = None;
+        for destination in self.destinations() {
+            if !self.follow(&destination, &mut wrong, misled) {
+                undecided = undecided.or(Some(destination.subnet));
+            }
+        }
+        undecided
+    }
+
+    /// The subnets of all nodes in the network.
+    fn destinations(&self) -> impl Iterator<Item = Destination> {
+        let peers = self.facts.peers.iter().filter_map(|(subnets, public)| {
+            let subnet = subnets.family(self.family)?;
+            Some(Destination { subnet, public: public[self.family] })
+        });
+        let own = self.facts.own[self.family].map(|subnet| Destination { subnet, public: None });
+        peers.chain(own).filter(|to| self.network.covers(&to.subnet))
+    }
+
+    /// Asks one rule after the other, as the kernel does. Adds rules that are not in `wrong` yet to
+    /// `misled`. Returns whether a rule decides for all packets.
+    fn follow(
+        &self,
+        to: &Destination,
+        wrong: &mut BTreeSet<String>,
+        misled: &mut Vec<Finding>,
+    ) -> bool {
+        let mut next = 0;
+        for rule in &self.rules {
+            // Packets to the subnet of a node do not come from there.
+            let is_between = rule.inverted || rule.src.is_none_or(|src| !to.subnet.covers(&src));
+            let share = self.facts.share(rule, self.network, &to.subnet);
+            if !is_between || share == Share::None || rule.priority < next {
+                continue;
+            }
+            if let RuleAction::Goto(target) = rule.action {
+                // Without a rule of that priority, the kernel asks the next rule.
+                if share == Share::All && self.rules.iter().any(|rule| rule.priority == target) {
+                    next = target;
+                }
+                continue;
+            }
+            match self.facts.way(rule, &to.subnet, to.public) {
+                Way::Undecided => continue,
+                Way::Right => {}
+                Way::Wrong(way) => {
+                    if wrong.insert(rule.to_string()) {
+                        misled.push(self.finding(rule, &to.subnet, &way));
+                    }
+                }
+            }
+            if share == Share::All {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// The finding on a rule that leads packets to a subnet another way.
+    fn finding(&self, rule: &Rule, to: &Subnet, way: &str) -> Finding {
+        let severity = if rule.rest == Share::Some { Severity::Warning } else { Severity::Error };
+        let text = format!("by the rule of priority {}, packets to {to} {way}", rule.priority);
+        let remedy = deletion(ip_command(self.family), rule, &self.rules);
+        Finding::new(Check::IpRule, severity, text).with_remedy(remedy)
+    }
+}
+
+/// The subnet of a node.
+struct Destination {
+    subnet: Subnet,
+    /// The public address of the node; `None` for this node.
+    public: Option<IpAddr>,
+}
+
+/// The remedy that deletes one of `rules`. The text of a rule lacks some selectors, so another rule
+/// with the same priority may have the same text.
+fn deletion(ip: &str, rule: &Rule, rules: &[&Rule]) -> Remedy {
     let priority = rule.priority;
     let is_only = rules.iter().filter(|other| other.priority == priority).count() == 1;
     if rule.rest == Share::All && is_only {
-        format!("{ip} rule del {rule}")
+        Remedy::run(format!("{ip} rule del {rule}"))
     } else {
-        format!("{ip} rule show pref {priority} # then delete the right one")
+        Remedy::run(format!("{ip} rule show pref {priority}")).remark("then delete the right one")
     }
 }
 
@@ -187,7 +247,7 @@ pub(super) fn attached(facts: &HostFacts) -> Vec<Finding> {
                 ids.join(", ")
             );
             let repair = format!("ip link set dev {device} xdp off");
-            found.push(Finding::warning("xdp", text).with_command(repair));
+            found.push(Finding::warning(Check::Xdp, text).with_command(repair));
         }
         if !filters.is_empty() {
             let kinds: Vec<&str> = filters.iter().map(String::as_str).collect();
@@ -198,7 +258,7 @@ pub(super) fn attached(facts: &HostFacts) -> Vec<Finding> {
             );
             let repair =
                 ["ingress", "egress"].map(|way| format!("tc filter delete dev {device} {way}"));
-            found.push(Finding::warning("tc-filter", text).with_command(repair.join("; ")));
+            found.push(Finding::warning(Check::TcFilter, text).with_command(repair.join("; ")));
         }
         if let Some(queue) = queue.as_ref().filter(|queue| !HARMLESS.contains(&queue.as_str())) {
             let text = format!(
@@ -206,7 +266,7 @@ pub(super) fn attached(facts: &HostFacts) -> Vec<Finding> {
                  drop them"
             );
             let repair = format!("tc qdisc delete dev {device} root");
-            found.push(Finding::warning("qdisc", text).with_command(repair));
+            found.push(Finding::warning(Check::Qdisc, text).with_command(repair));
         }
     }
     found

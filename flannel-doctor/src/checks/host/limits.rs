@@ -2,17 +2,17 @@
 
 use std::net::IpAddr;
 
-use flannel_api::Finding;
 use flannel_core::address::Family;
 
 use super::HostFacts;
+use crate::finding::{Check, Finding};
 
 /// The connections that the kernel tracks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Tracked {
     /// Their number, `nf_conntrack_count`.
     pub(super) now: u64,
-    /// The largest number, `nf_conntrack_max`; 0: there is no limit.
+    /// The largest number, `nf_conntrack_max`; 0 if there is no limit.
     pub(super) most: u64,
 }
 
@@ -46,7 +46,8 @@ pub(super) fn neighbours(facts: &HostFacts) -> Vec<Finding> {
         );
         let enough = (4 * entries).next_power_of_two();
         found.push(
-            Finding::warning("neighbours", text).with_command(format!("sysctl -w {key}={enough}")),
+            Finding::warning(Check::Neighbours, text)
+                .with_command(format!("sysctl -w {key}={enough}")),
         );
     }
     found
@@ -70,5 +71,5 @@ pub(super) fn connections(facts: &HostFacts) -> Option<Finding> {
     let enough = (2 * now).next_power_of_two();
     let repair = format!("sysctl -w net.netfilter.nf_conntrack_max={enough}");
     let make = if is_full { Finding::error } else { Finding::warning };
-    Some(make("conntrack", text).with_command(repair))
+    Some(make(Check::Conntrack, text).with_command(repair))
 }

@@ -24,30 +24,30 @@ const MOST_LOOKUPS: usize = 256;
 
 /// The network that the checks are for.
 #[derive(Debug, Clone)]
-pub struct HostScene {
+pub struct CheckedNetwork {
     /// The network config.
     pub config: Config,
     /// The devices that the network may have.
     pub links: Vec<LinkName>,
     /// The external interface.
     pub uplink: LinkName,
-    /// The subnets of this node's lease; `None`: it has none.
+    /// The subnets of this node's lease, or `None` if it has none.
     pub own: Option<Subnets>,
     /// The addresses that other nodes reach this one by.
     pub public: Dual<IpAddr>,
     /// All leases.
     pub leases: LeaseSet,
-    /// The MTU that the network has for pods, in bytes; `None`: it is not known.
+    /// The MTU that the network has for pods, in bytes, or `None` if it is not known.
     pub mtu: Option<u32>,
 }
 
 /// Reads all facts. A failure to read one is noted in `unread`.
-pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> HostFacts {
-    let networks = scene.config.pod_networks().collect();
+pub(super) async fn read(network: CheckedNetwork, memory: &LegacyMemory) -> HostFacts {
+    let networks = network.config.pod_networks().collect();
     let programs = Programs::default();
     let drops = forward_drops(&programs, &networks, memory);
     let (drops, facts) =
-        tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));
+        tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&network)));
     // The task fails only if the runtime shuts down.
     let mut facts = facts
         .unwrap_or_else(|_| HostFacts { unread: vec!["this host".into()], ..HostFacts::default() });
@@ -58,15 +58,15 @@ pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> HostFacts {
     facts
 }
 
-fn read_host(scene: &HostScene) -> HostFacts {
-    let other = |lease: &&Arc<Lease>| Some(lease.subnets) != scene.own;
+fn read_host(network: &CheckedNetwork) -> HostFacts {
+    let other = |lease: &&Arc<Lease>| Some(lease.subnets) != network.own;
     let flag = |path: &str| sysctl::<u8>(path).map(|value| value != 0);
-    let peers = scene.leases.iter().filter(other);
+    let peers = network.leases.iter().filter(other);
     let mut facts = HostFacts {
-        pod_networks: scene.config.pod_networks().collect(),
-        own: scene.own.map(|own| own.iter().collect()).unwrap_or_default(),
-        tunnels: scene.links.iter().copied().filter(|link| is_there(*link)).collect(),
-        uplink: Some(scene.uplink),
+        pod_networks: network.config.pod_networks().collect(),
+        own: network.own.map(|own| own.iter().collect()).unwrap_or_default(),
+        tunnels: network.links.iter().copied().filter(|link| is_there(*link)).collect(),
+        uplink: Some(network.uplink),
         kubernetes: std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
             || Path::new("/var/lib/kubelet").exists(),
         forwarding: Dual {
@@ -74,13 +74,13 @@ fn read_host(scene: &HostScene) -> HostFacts {
             v6: flag("net/ipv6/conf/all/forwarding"),
         },
         bridge_calls: Dual::from_fn(bridge_calls),
-        has_entry_per_peer: scene.links.iter().any(|link| has_entry_per_peer(*link)),
+        has_entry_per_peer: network.links.iter().any(|link| has_entry_per_peer(*link)),
         max_neighbours: Dual {
             v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
             v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
         },
         tracked: tracked(),
-        public: scene.public,
+        public: network.public,
         peers: peers.map(|lease| (lease.subnets, lease.attrs.preferred.public)).collect(),
         ..HostFacts::default()
     };
@@ -89,8 +89,8 @@ fn read_host(scene: &HostScene) -> HostFacts {
         Ok(kernel) => facts.ask(kernel),
         Err(error) => facts.unread.push(format!("the addresses of this host ({error})")),
     }
-    facts.mtu = scene.mtu;
-    facts.read_settings(scene.uplink);
+    facts.mtu = network.mtu;
+    facts.read_settings(network.uplink);
     // /proc/net/route is slow to read, so it is read only if a setting or the number of peers makes
     // it matter.
     let entries = facts.peers.len() as u64 * (1 + u64::from(facts.has_entry_per_peer));
@@ -98,10 +98,10 @@ fn read_host(scene: &HostScene) -> HostFacts {
         || facts.arp_ignore > Some(0)
         || facts.arp_filter == Some(true)
     {
-        facts.on_link = on_link(scene.uplink);
+        facts.on_link = on_link(network.uplink);
     }
     if let Ok(kernel) = &kernel {
-        facts.look_elsewhere(kernel, scene.uplink);
+        facts.look_elsewhere(kernel, network.uplink);
     }
     facts
 }
@@ -211,7 +211,7 @@ impl HostFacts {
     }
 }
 
-/// The MTU of each port of a bridge, which is that of the pod behind it. `net` is `/sys/class/net`.
+/// The MTU of each port of a bridge, which the pod behind it has too. `net` is `/sys/class/net`.
 fn ports(net: &Path, bridge: LinkName) -> Vec<u32> {
     let ports = fs::read_dir(net.join(bridge.as_str()).join("brif")).into_iter().flatten();
     let mtu = |port: fs::DirEntry| fs::read_to_string(net.join(port.file_name()).join("mtu")).ok();

@@ -1,10 +1,10 @@
 //! Routes of other programs to the destinations of flannel's routes.
 
-use flannel_api::Finding;
 use flannel_core::address::Family;
 use flannel_netlink::{Shadow, Taken};
 
 use super::HostFacts;
+use crate::finding::{Check, Finding};
 
 /// The largest number of routes of other programs that have a finding each.
 const MOST_SHADOWS: usize = 5;
@@ -32,7 +32,7 @@ pub(super) fn shadows(facts: &HostFacts) -> Vec<Finding> {
             ),
         };
         let ip = if dst.family() == Family::V4 { "ip" } else { "ip -6" };
-        made("route", text).with_command(format!("{ip} route del {route}"))
+        made(Check::Route, text).with_command(format!("{ip} route del {route}"))
     };
     let mut found: Vec<Finding> = shadows.iter().take(MOST_SHADOWS).map(finding).collect();
     if let Some(more) = shadows.len().checked_sub(MOST_SHADOWS).filter(|more| *more > 0) {
@@ -42,7 +42,7 @@ pub(super) fn shadows(facts: &HostFacts) -> Vec<Finding> {
             format!("{ip} route show root {network} | grep -v 'proto 241'")
         });
         let repair = networks.collect::<Vec<_>>().join("; ");
-        found.push(Finding::warning("route", text).with_command(repair));
+        found.push(Finding::warning(Check::Route, text).with_command(repair));
     }
     found
 }

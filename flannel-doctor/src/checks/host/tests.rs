@@ -79,14 +79,14 @@ fn only(change: impl FnOnce(&mut HostFacts)) -> String {
     change(&mut facts);
     match check(&facts).as_slice() {
         [found] => {
-            let check = found.check.as_str();
-            assert!(CHECKS.contains(&check) || check == DUPLICATE, "{check}");
+            let check = &found.check;
+            assert!(CHECKS.contains(check) || *check == Check::DuplicateAddress, "{check}");
             format!(
                 "{} {} | {} | {}",
                 found.check,
                 found.severity,
                 found.text,
-                found.repair.as_deref().unwrap_or("nothing")
+                found.repair().as_deref().unwrap_or("nothing")
             )
         }
         found => panic!("{found:#?}"),
@@ -470,7 +470,7 @@ fn a_rule_is_deleted_by_its_text_only_if_it_is_certain() {
         let mut facts = healthy();
         facts.rules.splice(0..0, [rule(Family::V4, other, RuleAction::Other), wrong]);
         let found = check(&facts);
-        assert!(found.len() == 1 && found[0].repair.as_deref() == Some(expected), "{found:#?}");
+        assert!(found.len() == 1 && found[0].repair().as_deref() == Some(expected), "{found:#?}");
     }
 }
 
@@ -531,6 +531,6 @@ fn errors_are_sorted_before_warnings() {
     facts.max_neighbours.v4 = Some(0);
     facts.peers.push(peer("10.1.8.0-24", "192.0.2.1"));
     let severities: Vec<String> =
-        check(&facts).into_iter().map(|finding| finding.severity).collect();
+        check(&facts).into_iter().map(|finding| finding.severity.to_string()).collect();
     assert_eq!(severities, ["error", "warning", "warning"]);
 }

@@ -144,7 +144,8 @@ impl DirLocation {
                         "it is on a network file system ({name}), which does not report changes \
                          by other machines; use a directory on a local disk (with ?assign=static \
                          and a copy on every machine, if there is more than one), or etcd"
-                    ),
+                    )
+                    .into(),
                 });
             }
         }

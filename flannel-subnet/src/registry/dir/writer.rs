@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use flannel_core::backoff::Backoff;
 use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
 use flannel_core::runtime::lock;
+use flannel_core::subnet::{StoreFailure, StoreReason};
 use flannel_core::{Error, Result, Subnets};
 
 use super::file::{self, LeaseFile, REVISION_OF_TOO_LARGE};
@@ -17,7 +18,7 @@ use super::location::Assign;
 use super::{HeldFile, Shared};
 use crate::clock::{Clock, SystemClock};
 use crate::files::atomic::{self, remove_temporary_files};
-use crate::files::lock::FileLock;
+use crate::files::lock::{FileLock, holder_text};
 use crate::registry::{Entry, HolderId, LeaseGrant, config_conflict};
 
 /// The time limit for the lock of another process.
@@ -56,8 +57,10 @@ impl Shared {
             }
             let waited = SystemClock.boottime().saturating_sub(begin);
             if waited > LOCK_PATIENCE {
-                let holder = FileLock::holder(&path);
-                let reason = format!("held by {holder} for {LOCK_PATIENCE:?}");
+                let by = FileLock::holding_process(&path);
+                let holder = holder_text(by.as_ref());
+                let text = format!("held by {holder} for {LOCK_PATIENCE:?}");
+                let reason = StoreReason::new(text, StoreFailure::Locked { by });
                 return Err(self.location.error(".lock", reason));
             }
             if waited > LOCK_LOGGED && !std::mem::replace(&mut is_logged, true) {
@@ -138,7 +141,7 @@ impl Shared {
         let now = SystemClock.wall();
         if let Err(reason) = TooLarge::check(text.len()) {
             let store = format!("{}: {name}", self.location);
-            return Err(Error::Refused { store, reason: reason.to_string() });
+            return Err(Error::Refused { store, reason: reason.to_string().into() });
         }
         atomic::replace(&self.path(subnets), text.as_bytes(), 0o644, Some(now))
             .map_err(|error| self.location.error(&name, error))?;

@@ -22,12 +22,12 @@ pub(super) async fn of_store(registry: &dyn Registry) -> Types {
     Ok(listing.entries.iter().map(types).collect())
 }
 
-/// Those of the store that the options name. In Kubernetes only the daemon can read the leases, and
+/// The types in the leases of the store that the options name. In Kubernetes only the daemon can read the leases, and
 /// its answer has the preferred types.
 pub(super) async fn of_cluster(context: &Context<'_>) -> Types {
     if context.global.only_kubernetes {
-        let peers = context.client.peers().map_err(|error| error.to_string())?;
-        return Ok(peers.into_iter().map(|peer| vec![peer.backend]).collect());
+        let report = context.client.peers().map_err(|error| error.to_string())?;
+        return Ok(report.peers.into_iter().map(|peer| vec![peer.backend]).collect());
     }
     let registry = context.global.open_registry().await.map_err(|error| error.to_string())?;
     of_store(&*registry).await
@@ -38,7 +38,8 @@ pub(super) fn describe(
     output: &mut Output,
     config: &Config,
     types: &Types,
-    (backends, terminal): (&Backends, &Terminal),
+    backends: &Backends,
+    terminal: &Terminal,
 ) {
     let encrypted = backends.encrypted_types(config);
     let mut say = |style, text: &str| output.text += &terminal.field("encryption", style, text);
@@ -118,13 +119,14 @@ mod tests {
     #[test]
     fn a_config_without_encryption_and_unknown_leases_are_told() {
         let text = r#"{"Network":"10.1.0.0/16","RequireEncryption":true}"#;
-        let (config, backends) = (Config::parse(text).unwrap(), flannel_backends::all());
+        let config = Config::parse(text).unwrap();
+        let backends = flannel_backends::all();
         let known = Ok(vec![vec!["vxlan".to_owned()], vec!["host-gw".to_owned()]]);
         let unknown = Err("etcd:https://etcd-1:2379 does not answer".to_owned());
         assert_page("config_encryption", |terminal| {
             let mut output = Output { text: String::new(), value: Value::Null, ok: true };
             for types in [&known, &unknown] {
-                describe(&mut output, &config, types, (&backends, terminal));
+                describe(&mut output, &config, types, &backends, terminal);
             }
             assert_eq!(output.value["encryption"]["leases"], Value::Null);
             output.text

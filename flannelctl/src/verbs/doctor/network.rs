@@ -4,31 +4,33 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use flannel_api::{
-    Client, Finding, InletReport, NetworkReport, PathReport, PathsSummary, PeerReport, Problem,
-    StatusReport, StoreReport, request,
+    Client, Deployment, InletReport, NetworkReport, PathReport, PathsSummary, PeerReport,
+    PeerState, Problem, ProblemCause, StatusReport, StoreReport,
 };
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Inlet};
 use flannel_core::lease::{LeaseSet, Offer};
 use flannel_core::object::MacAddr;
-use flannel_core::{Config, Lease, Subnets};
-use flannel_doctor::checks::host::{HostReport, HostScene, check_host};
-use flannel_doctor::commands::restore_store;
+use flannel_core::subnet::{StoreFailure, StoreReason};
+use flannel_core::{Config, Lease, Remedy, Subnets};
+use flannel_doctor::checks::host::{CheckedNetwork, HostReport, check_host};
 use flannel_doctor::diagnosis::contest::contest;
 use flannel_doctor::diagnosis::mtu::Fault;
+use flannel_doctor::finding::Check;
 use flannel_doctor::inputs::network::Target;
-use flannel_doctor::{Examination, Layer, Network};
+use flannel_doctor::store::Lock;
+use flannel_doctor::{Examination, Finding, Layer, LayerState, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
-use flannel_subnet::SubnetEnv;
+use flannel_subnet::{ConfigText, SubnetEnv};
 use serde_json::Value;
 
-use super::store::{ask_for_time, lock_holder, slow};
+use super::store::{ask_for_time, lock, slow};
 use crate::error::Result;
 use crate::options::Global;
 use crate::verbs::paths::numbers;
-use crate::{Context, offline, status};
+use crate::{Context, offline};
 
 /// The time in which a daemon must apply changes. If it takes longer, this is a fault.
 pub(super) const SETTLE_TIME: Duration = Duration::from_secs(2);
@@ -38,19 +40,16 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(4);
 /// Adds the layers that the daemon reports on.
 pub(super) async fn with_daemon(
     Context { client, global, .. }: Context<'_>,
-    value: &Value,
+    report: StatusReport,
     examination: &mut Examination,
 ) -> Result<Network> {
-    let report = settled(client, status::answer(value)?).await?;
-    let (store, other): (Vec<_>, Vec<_>) =
-        report.problems.iter().partition(|p| p.text.starts_with("the store "));
-    let finding = |check: &'static str| {
-        move |problem: &Problem| {
-            let made = if problem.is_error() { Finding::error } else { Finding::warning };
-            Finding { repair: problem.hint.clone(), ..made(check, problem.text.as_str()) }
-        }
-    };
-    let mut of_store: Vec<Finding> = store.into_iter().map(finding("store")).collect();
+    let report = settled(client, report).await?;
+    let deployment = report.daemon.deployment;
+    let is_of_store =
+        |problem: &&Problem| matches!(problem.cause, ProblemCause::StoreUnreachable { .. });
+    let (store, other): (Vec<_>, Vec<_>) = report.problems.iter().partition(is_of_store);
+    let mut of_store: Vec<Finding> =
+        store.into_iter().map(|problem| finding(Check::Store, problem)).collect();
     if let Some(StoreReport { name, error: None, .. }) = &report.store {
         of_store.extend(ask_for_time(global, name).await);
     }
@@ -61,7 +60,7 @@ pub(super) async fn with_daemon(
     );
     let word = if report.ready { "ready" } else { "not ready" };
     let again = report.network.as_ref().and_then(|n| contest(&n.repairs, report.time));
-    let of_daemon = other.into_iter().map(finding("daemon")).chain(again);
+    let of_daemon = other.into_iter().map(|problem| finding(Check::Daemon, problem)).chain(again);
     examination.layer(
         "daemon",
         format!("flanneld {}, {word}", report.daemon.version),
@@ -69,21 +68,17 @@ pub(super) async fn with_daemon(
     );
     let Some(network) = report.network else {
         examination.unknown("host", "no network runs");
-        return Ok(Network {
-            daemon: true,
-            store: report.store.map(|store| store.name),
-            ..Network::default()
-        });
+        return Ok(Network { daemon: true, deployment, ..Network::default() });
     };
-    examination.host(HostReport { findings: report.findings, unread: report.unread });
-    let peers = client.ask("GET", request::PEERS)?;
-    let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
+    let findings = report.findings.into_iter().map(Finding::from).collect();
+    examination.host(HostReport { findings, unread: report.unread });
+    let peers = client.peers()?.peers;
     let mut targets: Vec<Target> = peers.iter().map(target).collect();
     if let Some(summary) = &network.paths {
         let state = match summary {
-            PathsSummary { error: Some(_), .. } => "not known",
-            PathsSummary { failing: 0, .. } => "ok",
-            _ => "finding",
+            PathsSummary { error: Some(_), .. } => LayerState::Unknown,
+            PathsSummary { failing: 0, .. } => LayerState::Ok,
+            _ => LayerState::Finding,
         };
         examination.layers.push(Layer { layer: "paths", state, text: numbers(summary) });
         // An older daemon has no probes.
@@ -92,7 +87,7 @@ pub(super) async fn with_daemon(
     }
     Ok(Network {
         daemon: true,
-        store: report.store.map(|store| store.name),
+        deployment,
         known: true,
         backend: network.lease_type.clone(),
         datapath: datapath(&network),
@@ -101,6 +96,12 @@ pub(super) async fn with_daemon(
         targets,
         published: Dual::default(),
     })
+}
+
+/// The finding on a problem that the daemon reports.
+fn finding(check: Check, problem: &Problem) -> Finding {
+    let remedy = problem.hint.clone().map(Remedy::Run);
+    Finding { remedy, ..Finding::new(check, problem.severity, problem.text.as_str()) }
 }
 
 /// Adds the results of the daemon's probes. Peers with failing paths come first, so that the
@@ -145,7 +146,7 @@ async fn settled(client: &Client, mut report: StatusReport) -> Result<StatusRepo
     let start = Instant::now();
     while is_applying(&report) && start.elapsed() < SETTLE_TIME {
         tokio::time::sleep(SETTLE_TIME / 20).await;
-        report = status::answer(&client.ask("GET", request::STATUS)?)?;
+        report = client.status()?;
     }
     Ok(report)
 }
@@ -168,7 +169,7 @@ fn target(peer: &PeerReport) -> Target {
             .filter_map(|text| text.parse::<std::net::IpAddr>().ok())
             .collect(),
         backend: peer.backend.clone(),
-        state: peer.state.clone(),
+        state: peer.state,
         mtus: Dual::default(),
     }
 }
@@ -181,67 +182,87 @@ pub(super) async fn without_daemon(
     examination: &mut Examination,
 ) -> Network {
     let global = context.global;
-    let start = Instant::now();
-    let (text, leases) = match offline::ask_store(global, PATIENCE).await {
-        Ok((config, leases)) => {
-            let text = format!("{} answers, {} leases", offline::store_name(global), leases.len());
-            let slow = slow(global, start.elapsed()).map(Fault::from);
-            examination.layer("store", text, slow.into_iter().collect());
-            (config.map_err(|error| error.to_string()), leases)
-        }
-        Err(error) => {
-            // The doctor gives up before the store names the process that it waits for.
-            let error = match lock_holder(global) {
-                Some(holder) => format!("{error}: .lock: held by {holder}"),
-                None => error,
-            };
-            let name = offline::store_name(global);
-            let finding = Finding::error("store", format!("{name} does not answer: {error}"));
-            let repair = store_repair(global, &error);
-            examination.layer(
-                "store",
-                format!("{name} does not answer"),
-                vec![finding.with_command(repair).into()],
-            );
-            let saved = offline::saved(global);
-            let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
-            // The layer of the store is complete. The config of the cache is used below.
-            (Err(String::new()), leases)
-        }
-    };
+    let StoreState { text, leases } = store_layer(global, examination).await;
     let finding =
-        Finding::error("daemon", failure.to_string()).with_command("systemctl start flanneld");
+        Finding::error(Check::Daemon, failure.to_string()).with_remedy(Remedy::StartDaemon);
     examination.layer("daemon", "does not run", vec![finding.into()]);
-    let parsed = text.and_then(|text| {
+    let parsed = text.map(|text| {
+        let text = text?;
         Config::parse(&text.text)
             .map_err(|error| format!("network config in {}: {error}", text.location))
     });
-    if let Err(error) = &parsed
-        && !error.is_empty()
-    {
-        let finding =
-            Finding::error("config", error.as_str()).with_command("flannelctl config set FILE");
+    if let Some(Err(error)) = &parsed {
+        let finding = Finding::error(Check::Config, error.as_str()).with_remedy(Remedy::SetConfig);
         examination.faults.push(finding.into());
     }
     // Use the config of the last daemon.
     let kept = || offline::saved(global).and_then(|saved| Config::parse(&saved.config?.text).ok());
-    let Some(config) = parsed.ok().or_else(kept) else {
+    let Some(config) = parsed.and_then(Result::ok).or_else(kept) else {
         examination.unknown("host", "no network config can be read");
         return Network::default();
     };
-    of_config(context, selectors, (config, leases), examination).await
+    of_config(context, selectors, config, leases, examination).await
 }
 
-/// The command that repairs the store, by the error of a request to it.
-fn store_repair(global: &Global, error: &str) -> String {
-    let unnamed = || "flannelctl --registry URL doctor".to_owned();
-    offline::store_url(global).map_or_else(unnamed, |url| restore_store(&url, error))
+/// The state of the store, or of the cache if the store does not answer.
+struct StoreState {
+    /// The network config, or the reason why it cannot be read. `None` if the store does not
+    /// answer.
+    text: Option<Result<ConfigText, String>>,
+    leases: LeaseSet,
+}
+
+/// Asks the store, and adds its layer.
+async fn store_layer(global: &Global, examination: &mut Examination) -> StoreState {
+    let start = Instant::now();
+    match offline::ask_store(global, PATIENCE).await {
+        Ok((config, leases)) => {
+            let text = format!("{} answers, {} leases", offline::store_name(global), leases.len());
+            let slow = slow(global, start.elapsed()).map(Fault::from);
+            examination.layer("store", text, slow.into_iter().collect());
+            StoreState { text: Some(config.map_err(|error| error.to_string())), leases }
+        }
+        Err(error) => {
+            // The doctor gives up before the store names the process that it waits for.
+            let error = match lock(global) {
+                Lock::Held(by) => {
+                    let holder = match &by {
+                        Some(holder) => holder.to_string(),
+                        None => "another process".to_owned(),
+                    };
+                    let text = format!("{error}: .lock: held by {holder}");
+                    StoreReason::new(text, StoreFailure::Locked { by })
+                }
+                Lock::Free => error,
+            };
+            let name = offline::store_name(global);
+            let finding = Finding::error(Check::Store, format!("{name} does not answer: {error}"));
+            let remedy = store_remedy(global, error.failure);
+            examination.layer(
+                "store",
+                format!("{name} does not answer"),
+                vec![finding.with_remedy(remedy).into()],
+            );
+            let saved = offline::saved(global);
+            let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
+            StoreState { text: None, leases }
+        }
+    }
+}
+
+/// What repairs the store, by the cause of the failure of a request to it.
+fn store_remedy(global: &Global, failure: StoreFailure) -> Remedy {
+    match offline::store_kind(global) {
+        Some(store) => Remedy::RestoreStore { store, failure },
+        None => Remedy::run("flannelctl --registry URL doctor"),
+    }
 }
 
 async fn of_config(
     Context { global, backends, .. }: Context<'_>,
     selectors: &Selectors,
-    (config, leases): (Config, LeaseSet),
+    config: Config,
+    leases: LeaseSet,
     examination: &mut Examination,
 ) -> Network {
     let own = offline::own_subnets(global);
@@ -255,9 +276,16 @@ async fn of_config(
     match uplink {
         Some(uplink) => {
             let links = backends.links(uplink, &config);
-            let (config, leases) = (config.clone(), leases.clone());
-            let scene = HostScene { config, links, uplink, own, public, leases, mtu };
-            examination.host(check_host(scene, &LegacyMemory::default()).await);
+            let checked = CheckedNetwork {
+                config: config.clone(),
+                links,
+                uplink,
+                own,
+                public,
+                leases: leases.clone(),
+                mtu,
+            };
+            examination.host(check_host(checked, &LegacyMemory::default()).await);
         }
         None => examination.unknown(
             "host",
@@ -267,19 +295,19 @@ async fn of_config(
     }
     let state = |subnets: &Subnets| {
         let inside = |subnet| config.pod_networks().any(|network| network.covers(&subnet));
-        if subnets.iter().all(inside) { offline::UNKNOWN } else { "rejected" }
+        if subnets.iter().all(inside) { PeerState::Unknown } else { PeerState::Rejected }
     };
     let target = |lease: &std::sync::Arc<Lease>| Target {
         key: lease.subnets.to_string(),
         subnets: lease.subnets.iter().collect(),
         public: lease.attrs.preferred.public,
         backend: lease.attrs.preferred.kind.to_string(),
-        state: state(&lease.subnets).to_owned(),
+        state: state(&lease.subnets),
         mtus: Dual::default(),
     };
     Network {
         daemon: false,
-        store: None,
+        deployment: Deployment::default(),
         known: true,
         backend: backends.lease_type(&config).to_owned(),
         datapath: backends.datapath(&config),

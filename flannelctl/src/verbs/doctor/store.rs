@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use flannel_api::Finding;
-use flannel_doctor::commands::slow_store;
+use flannel_doctor::Finding;
+use flannel_doctor::store::{Lock, slow_store};
 use flannel_options::RegistryUrl;
 use flannel_subnet::FileLock;
 
@@ -26,15 +26,15 @@ pub(super) async fn ask_for_time(global: &Global, name: &str) -> Option<Finding>
 
 /// The finding on a store that answered after a time, if that is long.
 pub(super) fn slow(global: &Global, took: Duration) -> Option<Finding> {
-    slow_store(&offline::store_url(global)?, took, || lock_holder(global))
+    let name = offline::store_url(global)?;
+    slow_store(&name, &offline::store_kind(global)?, took, || lock(global))
 }
 
-/// The process that holds the lock of the store's directory; `None`: no process, or the store is
-/// another one.
-pub(super) fn lock_holder(global: &Global) -> Option<String> {
-    let Some(RegistryUrl::Dir(location)) = &global.registry else { return None };
-    let lock = location.path.join(".lock");
+/// The lock of the store's directory.
+pub(super) fn lock(global: &Global) -> Lock {
+    let Some(RegistryUrl::Dir(location)) = &global.registry else { return Lock::Free };
+    let path = location.path.join(".lock");
     // `take` would create a missing file, perhaps in a directory that is not mounted.
-    let is_held = lock.exists() && matches!(FileLock::take(&lock), Ok(None));
-    is_held.then(|| FileLock::holder(&lock))
+    let is_held = path.exists() && matches!(FileLock::take(&path), Ok(None));
+    if is_held { Lock::Held(FileLock::holding_process(&path)) } else { Lock::Free }
 }

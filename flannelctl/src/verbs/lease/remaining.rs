@@ -22,7 +22,8 @@ pub(super) async fn remaining(
 ) -> BTreeMap<Subnets, Duration> {
     let end = Instant::now() + PATIENCE;
     let mut held = entries.iter().filter_map(|entry| Some((entry.lease.subnets, entry.holder?)));
-    let (mut asked, mut all) = (JoinSet::new(), BTreeMap::new());
+    let mut asked = JoinSet::new();
+    let mut all = BTreeMap::new();
     loop {
         while asked.len() < AT_ONCE
             && let Some((subnets, holder)) = held.next()

@@ -142,8 +142,9 @@ impl FirewallController<'_> {
             let why = error.to_string();
             if logged.as_ref() != Some(&why) {
                 tracing::warn!(error = %why, "the firewall rules cannot be made, retrying");
-                let cure = error.cure();
-                self.state.send_replace(Rulebook::Missing { why: why.clone(), cure, requested });
+                let remedy = error.remedy();
+                let missing = Rulebook::Missing { why: why.clone(), remedy, requested };
+                self.state.send_replace(missing);
                 if !config.require_encryption {
                     self.settled.send_replace(true);
                 }

@@ -28,7 +28,7 @@ impl HostFindingsController<'_> {
         loop {
             let snapshot = self.observer.snapshot().with_traffic().await;
             let findings = host::look(&snapshot, self.observer.legacy()).await.findings;
-            log_changes(&snapshot.facts.findings, &findings);
+            log_changes(&snapshot.facts.findings, &findings, snapshot.deployment());
             self.observer.note(|facts| facts.findings = findings);
             sleep(PAUSE).await;
         }

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use flannel_core::lease::Origin;
+use flannel_core::remedy::Trouble;
 use tokio::time::sleep;
 
 use super::Ended;
@@ -71,8 +72,9 @@ impl LeaseController<'_> {
                      built"
                 );
             }
-            let cure = error.cure(&network.subnets.store_status().store);
-            network.observer.note(|facts| facts.waits_for = why.clone().map(|why| (why, cure)));
+            let remedy = error.remedy(&network.subnets.store_status().kind);
+            let trouble = why.clone().map(|why| Trouble::new(why, remedy));
+            network.observer.note(|facts| facts.waits_for = trouble);
             logged = why.or(logged);
             sleep(if gone { STORE_AGAIN } else { SECOND_THOUGHT }).await;
         }

@@ -149,7 +149,7 @@ impl StatusLog {
             .changes_since(&logged.failing)
             .filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
         let refused = new.next().map(|failure| Line::Refused {
-            change: failure.change.clone(),
+            change: failure.change.to_string(),
             error: failure.error.to_string(),
             more: new.count(),
         });
@@ -169,7 +169,7 @@ impl StatusLog {
             .advisories
             .changes_since(&logged.advisories)
             .filter(|(.., now)| now.is_some())
-            .map(|(warning, ..)| Line::Advisory { warning: warning.clone() });
+            .map(|(warning, ..)| Line::Advisory { warning: warning.to_string() });
         lines.extend(self.advisories.lines(at, ADVISORIES, advisories));
         lines.extend(self.repairs.lines(now, &logged, at));
         lines
@@ -313,7 +313,7 @@ mod tests {
     use std::sync::Arc;
 
     use flannel_core::object::{Neigh, Route, Via};
-    use flannel_core::status::{Listing, Rejection, Repair};
+    use flannel_core::status::{Advisory, Listing, Rejection, Repair};
 
     use super::*;
 
@@ -354,12 +354,14 @@ mod tests {
         let mut log = StatusLog::default();
         let start = Instant::now();
         let no = || Rejection::Rejected("no".into());
+        let advisory =
+            |n: u8| Advisory::OfLease { subnets: lease(n), text: "x".into(), address: None };
         let mut status = Status::default();
         status.rejected = (0..200).map(|n| (lease(n), no())).collect();
-        status.advisories = (0..200).map(|n| (format!("advisory {n:03}"), ())).collect();
+        status.advisories = (0..200).map(|n| (advisory(n), ())).collect();
         let lines = log.lines(&Arc::new(status.clone()), start);
         let named = (0..5).map(|n| Line::Rejected { lease: lease(n), reason: no().to_string() });
-        let advisories = (0..5).map(|n| Line::Advisory { warning: format!("advisory {n:03}") });
+        let advisories = (0..5).map(|n| Line::Advisory { warning: advisory(n).to_string() });
         assert_eq!(lines, named.chain(advisories).collect::<Vec<_>>());
         assert_eq!(log.next(), Some(start + WINDOW));
         status.rejected = Listing::default();
