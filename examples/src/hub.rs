@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use async_trait::async_trait;
-use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Route, Via};
@@ -35,15 +35,15 @@ impl Backend for Hub {
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         let (gateway, link, mtu) = (router(config)?, node.uplink.name, node.uplink.mtu);
         let (public, footprint) = (node.uplink.public, self.footprint(config, Some(link))?);
-        let offer = Offer { public, kind: self.kind().into(), ..Offer::default() };
+        let offer = Offer { public, ..Offer::default() };
         Ok(Prepared::new(offer, move |_| {
             let mut blueprint = Blueprint::new(mtu, move |subnets, _offer, _env, objects| {
                 let via = Via::Gateway { gateway, link, onlink: false };
                 objects.extend(subnets.iter().map(|dst| Route { dst, via, mtu: None }.into()));
                 Ok(())
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some("hub"), footprint);
-            Ok(Built::Kernel(blueprint))
+            blueprint.footprint = footprint;
+            Ok(blueprint)
         }))
     }
 }

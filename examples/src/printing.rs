@@ -6,7 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs as Attrs, Revision};
 use flannel_core::{Result, Subnets};
-use flannel_subnet::{ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
+use flannel_subnet::{ConfigText, Entry, HolderId, LeaseGrant, LeaseList, Registry, Watch};
 
 /// The registry `R`, with writes on standard output.
 #[derive(Debug, Clone)]
@@ -32,7 +32,7 @@ impl<R: Registry> Registry for Printing<R> {
     async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
         self.0.config_changed(seen).await
     }
-    async fn list(&self) -> Result<Listing> {
+    async fn list(&self) -> Result<LeaseList> {
         self.0.list().await
     }
     async fn entry(&self, key: &Subnets) -> Result<Option<Entry>> {

@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 
-use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::LinkName;
@@ -44,7 +44,8 @@ impl Backend for Alloc {
         let offer = Offer { public: node.uplink.public, ..Offer::default() };
         let mtu = node.uplink.mtu;
         Ok(Prepared::new(offer, move |_| {
-            Ok(Built::Kernel(Blueprint::new(mtu, |_, _, _, _| Ok(()))))
+            let blueprint = Blueprint::new(mtu, |_, _, _, _| Ok(()));
+            Ok(blueprint.with_any_lease_type())
         }))
     }
 }

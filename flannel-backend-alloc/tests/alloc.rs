@@ -12,7 +12,8 @@ use flannel_route::{Host, JoinOptions};
 
 #[tokio::test]
 async fn every_lease_is_accepted_and_nothing_is_installed() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::new("10.1.0.0/16"));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::new("10.1.0.0/16");
     let address = [IpAddr::from([192, 0, 2, 1])].into_iter().collect();
     let uplink = ExternalInterface {
         name: "eth0".parse().unwrap(),
@@ -24,7 +25,7 @@ async fn every_lease_is_accepted_and_nothing_is_installed() {
     let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
     let config = subnets.network_config().await.unwrap();
     assert_eq!(Alloc.footprint(&config, None).unwrap(), Footprint::default());
-    let network = host.join(&Alloc, &config, JoinOptions::default()).await.unwrap();
+    let network = host.join(&Alloc, &config, JoinOptions::default()).await.unwrap().network;
     let handle = network.handle();
     assert_eq!((handle.mtu, handle.lease.attrs.preferred.kind.as_ref()), (1500, ""));
 

@@ -3,7 +3,7 @@
 //! for a backend of your own whose peers need a program rather than a kernel object.
 //!
 //! - A task is the content of a `Record`. So the route engine compares, repairs and retries it.
-//! - The task of this node is put in place before those of peers that wait for it.
+//! - The task of this node is put in place before the tasks of peers that wait for it.
 //! - No shell reads a command. It is split into words before variables are replaced.
 //! - At most eight commands run at a time, each with a time limit. A command that takes too long is
 //!   killed with the processes of its group.

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use crate::commands::{Annexes, Limits, Names, Of, Task};
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
-use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object};
@@ -88,18 +88,18 @@ impl Backend for Extension {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
         let options = Options::parse(config)?;
         let data = self.output_of_pre_startup(&options).await?;
         let public = node.uplink.address;
         let data = Dual { v4: data.map(|text| json(&text).into()), v6: None };
-        let offer = Offer { public, kind: NAME.into(), data };
+        let offer = Offer { public, data, ..Offer::default() };
         let footprint = self.footprint(config, Some(node.uplink.name))?;
         let mtu = node.uplink.mtu;
         let networks: Dual<Subnet> = config.pod_networks().collect();
         Ok(Prepared::new(offer, move |lease| {
-            let (own, held) = (lease.lease().subnets, lease.held().is_some());
-            let of_node = options.of_node(&own, &public, &networks).filter(|_| held);
+            let own = lease.lease().subnets;
+            let is_held = lease.held().is_some();
+            let of_node = options.of_node(&own, &public, &networks).filter(|_| is_held);
             let waits = of_node.is_some();
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, _, objects| {
                 // The plan also runs for this node's own lease.
@@ -108,42 +108,41 @@ impl Backend for Extension {
                 }
                 Ok(())
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(NAME), footprint);
+            blueprint.footprint = footprint;
             if let Some(task) = of_node {
                 blueprint.base.insert(record(&own, &task));
             }
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }
 
 impl Extension {
-    /// The trimmed output of `PreStartupCommand`; `None`: there is no such command.
+    /// The trimmed output of `PreStartupCommand`, or `None` if there is no such command.
     async fn output_of_pre_startup(&self, options: &Options) -> Result<Option<String>> {
         let Some(words) = options.pre_startup.clone() else { return Ok(None) };
         let key = json(&words);
-        let outputs = || lock(&self.outputs);
-        let known = outputs().get(&key).cloned();
+        let known = lock(&self.outputs).get(&key).cloned();
         if known.is_some() {
             return Ok(known);
         }
+        let failed = |why: String| refuse(format!("PreStartupCommand: {why}"));
         let time = options.timeout();
-        let run = move || {
+        let result = blocking(move || {
             let limits = Limits { time, output: MOST_DATA, stopped: &AtomicBool::new(false) };
             words.run(&BTreeMap::new(), "", limits)
-        };
-        let failed = |why: String| refuse(format!("PreStartupCommand: {why}"));
-        let output = blocking(run).await.map_err(|error| failed(error.to_string()))?;
+        });
+        let output = result.await.map_err(|error| failed(error.to_string()))?;
         if output.is_cut {
             return Err(failed(format!("its output has more than {MOST_DATA} bytes")));
         }
-        let output = output.text();
+        let text = output.text();
         // Peers measure the JSON text.
-        if json(&output).len() > MOST_DATA {
+        if json(&text).len() > MOST_DATA {
             return Err(failed(format!("its output has more than {MOST_DATA} bytes as JSON")));
         }
-        outputs().insert(key, output.clone());
-        Ok(Some(output))
+        lock(&self.outputs).insert(key, text.clone());
+        Ok(Some(text))
     }
 }
 
@@ -178,19 +177,19 @@ impl Options {
         offer: &Offer,
         waits: bool,
     ) -> std::result::Result<Task, Rejection> {
-        let text = |data: &str| {
-            serde_json::from_str(data)
-                .map_err(|_| Rejection::Rejected("its backend data is not a JSON string".into()))
+        let input = match offer.data.v4.as_deref() {
+            None | Some("null") => String::new(),
+            Some(data) if data.len() > MOST_DATA => {
+                let why = format!("its backend data has more than {MOST_DATA} bytes");
+                return Err(Rejection::Rejected(why));
+            }
+            Some(data) => serde_json::from_str(data)
+                .map_err(|_| Rejection::Rejected("its backend data is not a JSON string".into()))?,
         };
-        let data = offer.data.v4.as_deref().filter(|data| *data != "null");
-        if data.is_some_and(|data| data.len() > MOST_DATA) {
-            let why = format!("its backend data has more than {MOST_DATA} bytes");
-            return Err(Rejection::Rejected(why));
-        }
         Ok(Task {
             of: Of::Peer,
             variables: variables(subnets, &offer.public),
-            input: data.map(text).transpose()?.unwrap_or_default(),
+            input,
             add: self.subnet_add.clone(),
             remove: self.subnet_remove.clone(),
             timeout: self.timeout().as_secs(),
@@ -209,18 +208,19 @@ fn record(subnets: &Subnets, task: &Task) -> Object {
     task.record(NAME, first).into()
 }
 
-/// `SUBNET`, `IPV6SUBNET`, `PUBLIC_IP` and `PUBLIC_IPV6`; empty without such a value.
+/// `SUBNET`, `IPV6SUBNET`, `PUBLIC_IP` and `PUBLIC_IPV6`. A variable without a value is empty.
 fn variables(subnets: &Subnets, public: &Dual<IpAddr>) -> BTreeMap<String, String> {
-    let text = |value: Option<String>| value.unwrap_or_default();
-    let subnet = |family| text(subnets.family(family).map(|subnet| subnet.to_string()));
-    let address = |family| text(public[family].map(|address: IpAddr| address.to_string()));
-    let all = [
-        ("SUBNET", subnet(Family::V4)),
-        ("IPV6SUBNET", subnet(Family::V6)),
-        ("PUBLIC_IP", address(Family::V4)),
-        ("PUBLIC_IPV6", address(Family::V6)),
-    ];
-    all.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    let subnet =
+        |family| subnets.family(family).map(|subnet| subnet.to_string()).unwrap_or_default();
+    let address =
+        |family| public[family].map(|address: IpAddr| address.to_string()).unwrap_or_default();
+    [
+        ("SUBNET".to_owned(), subnet(Family::V4)),
+        ("IPV6SUBNET".to_owned(), subnet(Family::V6)),
+        ("PUBLIC_IP".to_owned(), address(Family::V4)),
+        ("PUBLIC_IPV6".to_owned(), address(Family::V6)),
+    ]
+    .into()
 }
 
 fn json(value: &impl serde::Serialize) -> String {

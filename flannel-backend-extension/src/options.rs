@@ -13,7 +13,7 @@ const TIMEOUT: u64 = 30;
 const LONGEST: u64 = 60;
 const COMMAND: &str = "a string, or an array with one string for each word";
 
-/// The commands. `None`: nothing is run.
+/// The commands of the config. Nothing is run for a command that is `None`.
 #[derive(Debug, Clone)]
 pub(crate) struct Options {
     pub(crate) pre_startup: Option<Words>,
@@ -35,19 +35,20 @@ impl Options {
     ];
 
     pub(crate) fn parse(config: &Config) -> Result<Self> {
-        let read = || -> std::result::Result<Self, FieldError> {
-            let fields = config.backend.fields()?;
-            let [pre, post, add, remove, shutdown, timeout] = Self::NAMES;
-            Ok(Self {
-                pre_startup: command(&fields, pre)?,
-                post_startup: command(&fields, post)?,
-                subnet_add: command(&fields, add)?,
-                subnet_remove: command(&fields, remove)?,
-                shutdown: command(&fields, shutdown)?,
-                timeout: limit(&fields, timeout)?,
-            })
-        };
-        read().map_err(|error| refuse(error.to_string()))
+        Self::read(config).map_err(|error| refuse(error.to_string()))
+    }
+
+    fn read(config: &Config) -> std::result::Result<Self, FieldError> {
+        let fields = config.backend.fields()?;
+        let [pre, post, add, remove, shutdown, timeout] = Self::NAMES;
+        Ok(Self {
+            pre_startup: command(&fields, pre)?,
+            post_startup: command(&fields, post)?,
+            subnet_add: command(&fields, add)?,
+            subnet_remove: command(&fields, remove)?,
+            shutdown: command(&fields, shutdown)?,
+            timeout: limit(&fields, timeout)?,
+        })
     }
 
     /// The time limit of each command.
@@ -76,7 +77,7 @@ impl Options {
     }
 }
 
-/// A command without words is none.
+/// Reads a command. A command without words counts as missing.
 fn command(fields: &Fields, name: &str) -> std::result::Result<Option<Words>, FieldError> {
     let words: Option<Words> = fields.take(name, COMMAND)?;
     Ok(words.filter(|words| !words.is_empty()))
@@ -104,9 +105,11 @@ mod tests {
     #[test]
     fn options_are_checked() {
         let options = parse("").unwrap();
-        assert_eq!((options.timeout().as_secs(), options.subnet_add), (30, None));
+        assert_eq!(options.timeout().as_secs(), 30);
+        assert_eq!(options.subnet_add, None);
         let options = parse(r#","subnetaddcommand":" ","CommandTimeout":7"#).unwrap();
-        assert_eq!((options.timeout().as_secs(), options.subnet_add), (7, None));
+        assert_eq!(options.timeout().as_secs(), 7);
+        assert_eq!(options.subnet_add, None);
         for (wrong, parts) in [
             (r#","SubnetAddCommand":7"#, ["SubnetAddCommand", "7", "a string, or an array"]),
             (r#","ShutdownCommand":["a",1]"#, ["ShutdownCommand", "[\"a\",1]", "for each word"]),

@@ -131,12 +131,14 @@ impl Drop for Running {
 
 /// Starts a network, as a new process does.
 async fn start(state: &Path, subnets: &FakeSubnets) -> Running {
-    let (kernel, backend) = (FakeKernel::with_uplink("eth0"), Extension::new());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let backend = Extension::new();
     let host = Host::new(uplink(), Arc::new(kernel), Arc::new(subnets.clone()));
     let host = host.with_state_dir(state);
     let config = subnets.network_config().await.unwrap();
-    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
-    let (handle, annex) = (network.handle(), backend.annexes(Some(state)).remove(0));
+    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap().network;
+    let handle = network.handle();
+    let annex = backend.annexes(Some(state)).remove(0);
     let views = subnets.watch_leases().await.unwrap();
     let task = tokio::spawn(async move { drop(network.run(views).await) });
     Running { handle, annex, task }
@@ -172,7 +174,8 @@ async fn commands_get_arguments_variables_and_input() {
     in_sync(&running).await;
     let own = running.handle.lease.subnets.to_string();
     let (v4, v6) = own.split_once('&').unwrap();
-    let (v4, v6) = (v4.replace('-', "/"), v6.replace("-64", "/64"));
+    let v4 = v4.replace('-', "/");
+    let v6 = v6.replace("-64", "/64");
     assert_eq!(
         place.log(),
         [
@@ -303,7 +306,7 @@ async fn a_failure_is_in_the_status_and_tried_again() {
     let tried = async || place.ran().iter().filter(|name| *name == "remove").count() >= 5;
     eventually_async(PATIENCE, tried, || format!("{:?}", place.log())).await;
     in_sync(&running).await;
-    assert_eq!(running.annex.records().unwrap().len(), 1, "that of the node itself");
+    assert_eq!(running.annex.records().unwrap().len(), 1, "the record of the node itself");
 }
 
 /// A peer that comes with a wrong address, and corrects it.

@@ -2,9 +2,7 @@
 
 use async_trait::async_trait;
 use flannel_core::address::Dual;
-use flannel_core::backend::{
-    Advice, Blueprint, Built, Datapath, Env, ExternalInterface, Node, Prepared,
-};
+use flannel_core::backend::{Advice, Blueprint, Datapath, Env, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object, Route, Via};
@@ -27,7 +25,7 @@ impl Backend for HostGw {
         TYPE
     }
 
-    /// Those of Go flannel on Windows.
+    /// The options of Go flannel on Windows, which are ignored.
     fn option_names(&self) -> Option<&'static [&'static str]> {
         Some(&["Name", "DNSServerList"])
     }
@@ -60,23 +58,22 @@ impl Backend for HostGw {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
         node.may_change(Vec::new()).await?;
         let offer = Offer {
             public: Dual::from_fn(|family| {
                 node.uplink.address[family].filter(|_| config.networks[family].is_some())
             }),
-            kind: TYPE.into(),
             ..Offer::default()
         };
-        let (uplink, mtu) = (node.uplink.name, node.uplink.mtu);
+        let uplink = node.uplink.name;
+        let mtu = node.uplink.mtu;
         let footprint = self.footprint(config, Some(uplink))?;
         Ok(Prepared::new(offer, move |_| {
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan(uplink, subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(TYPE), footprint);
-            Ok(Built::Kernel(blueprint))
+            blueprint.footprint = footprint;
+            Ok(blueprint)
         }))
     }
 }
@@ -89,7 +86,8 @@ fn plan(
     env: &Env<'_>,
     objects: &mut Vec<Object>,
 ) -> Result<(), Rejection> {
-    let (mut far, before) = (None, objects.len());
+    let before = objects.len();
+    let mut too_far = None;
     for peer in offer.endpoints(subnets) {
         // The other family may have one.
         let Some(gateway) = peer.public else { continue };
@@ -102,11 +100,12 @@ fn plan(
                  needs"
             );
             env.advise(Advice::about(gateway, reason.as_str()));
-            far = Some(reason);
+            too_far = Some(reason);
         }
     }
     if objects.len() == before {
-        return Err(Rejection::Rejected(far.unwrap_or_else(|| "it has no public address".into())));
+        let reason = too_far.unwrap_or_else(|| "it has no public address".into());
+        return Err(Rejection::Rejected(reason));
     }
     Ok(())
 }
@@ -120,7 +119,8 @@ mod tests {
         let uplink: LinkName = "eth0".parse().unwrap();
         let dst = "10.1.8.0/24".parse().unwrap();
         let mut objects = vec![Route { dst, via: Via::Link(uplink), mtu: None }.into()];
-        let (subnets, env) = ("10.1.7.0-24".parse().unwrap(), Env::new(&|_| None));
+        let subnets = "10.1.7.0-24".parse().unwrap();
+        let env = Env::new(&|_| None);
         let rejected = plan(uplink, &subnets, &Offer::default(), &env, &mut objects);
         assert!(rejected.is_err() && objects.len() == 1, "{rejected:?} {objects:?}");
     }

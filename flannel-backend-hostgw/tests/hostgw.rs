@@ -13,7 +13,7 @@ use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::Change;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Backend, Kernel, Subnet, SubnetManager};
-use flannel_route::{Host, JoinOptions};
+use flannel_route::{EngineOptions, Host, JoinOptions};
 
 const DUAL: &str = r#"{
     "Network": "10.1.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:1::/48",
@@ -48,7 +48,8 @@ fn peer(public: &[&str]) -> LeaseAttrs {
 
 #[tokio::test]
 async fn a_route_for_every_peer_on_the_link() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(DUAL);
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
     subnets.put_attrs("10.1.8.0-24&fd00:1:0:8::-64", peer(&["198.51.100.8", "2001:db8::8"]));
     subnets.put_attrs("10.1.9.0-24", peer(&["192.0.2.9"]));
@@ -56,7 +57,8 @@ async fn a_route_for_every_peer_on_the_link() {
     let network = host(&kernel, &subnets)
         .join(&HostGw, &subnets.network_config().await.unwrap(), JoinOptions::default())
         .await
-        .unwrap();
+        .unwrap()
+        .network;
     let handle = network.handle();
     assert_eq!(handle.mtu, 1500);
     assert_eq!(
@@ -102,16 +104,21 @@ async fn a_route_for_every_peer_on_the_link() {
 
 #[tokio::test]
 async fn unused_addresses_of_the_own_subnets_are_dropped_if_the_option_is_set() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(DUAL);
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
     let config = subnets.network_config().await.unwrap();
-    let (v4, v6) = ("route blackhole 10.1.1.0/24 metric", "route blackhole fd00:1:0:1::/64 metric");
+    let v4 = "route blackhole 10.1.1.0/24 metric";
+    let v6 = "route blackhole fd00:1:0:1::/64 metric";
     let dropped =
         || kernel.dump().into_iter().filter(|line| line.contains("blackhole")).collect::<Vec<_>>();
     for wanted in [true, false] {
-        let options = JoinOptions { drop_unused_addresses: wanted, ..JoinOptions::default() };
-        let network = host(&kernel, &subnets).join(&HostGw, &config, options).await.unwrap();
-        let (handle, views) = (network.handle(), subnets.watch_leases().await.unwrap());
+        let engine = EngineOptions::default().with_drop_unused_addresses(wanted);
+        let options = JoinOptions::default().with_engine(engine);
+        let network =
+            host(&kernel, &subnets).join(&HostGw, &config, options).await.unwrap().network;
+        let handle = network.handle();
+        let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(network.run(views));
         let mut status = handle.status.clone();
         status.wait_for(|status| status.in_sync && status.peers == 1).await.unwrap();
@@ -136,7 +143,8 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_if_the_option_is_set() 
 
 #[tokio::test]
 async fn a_public_address_of_no_interface_is_refused() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(DUAL);
     let config = subnets.network_config().await.unwrap();
     let mut nat = host(&kernel, &subnets);
     nat.uplink.public.v6 = Some("2001:db8:99::1".parse().unwrap());
@@ -164,13 +172,14 @@ async fn a_public_address_of_no_interface_is_refused() {
 /// Routes of an earlier config go, and no default route carries packets to pods.
 #[tokio::test]
 async fn a_config_that_requires_encryption_makes_no_route_to_a_peer() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(DUAL);
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
     let host = host(&kernel, &subnets);
     for required in [false, true, false] {
         let text = DUAL.replacen('{', &format!(r#"{{"RequireEncryption":{required},"#), 1);
         let config = flannel_core::Config::parse(&text).unwrap();
-        let network = host.join(&HostGw, &config, JoinOptions::default()).await.unwrap();
+        let network = host.join(&HostGw, &config, JoinOptions::default()).await.unwrap().network;
         let mut status = network.handle().status;
         let task = tokio::spawn(network.run(subnets.watch_leases().await.unwrap()));
         let now = status.wait_for(|status| status.in_sync).await.unwrap().clone();

@@ -5,8 +5,7 @@ use std::net::IpAddr;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, Env, ExternalInterface, Inlet, LocalEnd, Node, Prepared,
-    underlay_mtu,
+    Blueprint, Datapath, Env, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
 };
 use flannel_core::json::FieldError;
 use flannel_core::kernel::Footprint;
@@ -25,8 +24,8 @@ const OVERHEAD: u32 = 20;
 /// The backend `ipip`: a tunnel device for IPv4 in IPv4, and a route to every peer's subnet with
 /// the peer's public address as the gateway.
 ///
-/// Option: `DirectRouting`, no tunnel to peers on the same link; default off. The MTU of pods is
-/// that of the external interface less 20 bytes.
+/// Option: `DirectRouting`, off by default, reaches peers on the same link without the tunnel. The
+/// MTU of pods is the MTU of the external interface less 20 bytes.
 ///
 /// **Source**: flannel `pkg/backend/ipip/ipip.go`. Different on purpose: IPv6 is refused, where Go
 /// flannel crashes, and an existing device is changed in place.
@@ -68,8 +67,8 @@ impl Backend for Ipip {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
-        let (uplink, addresses) = (node.uplink.name, node.uplink.address);
+        let uplink = node.uplink.name;
+        let addresses = node.uplink.address;
         let mtu = node.uplink.mtu - OVERHEAD;
         let Some(IpAddr::V4(local)) = addresses.v4 else {
             return Err(refuse(format!("{uplink} has no IPv4 address")));
@@ -78,31 +77,31 @@ impl Backend for Ipip {
         let link = Link { name: device(), mtu, up: true, kind };
         node.may_change(vec![link.clone()]).await?;
         let public = Dual { v4: node.uplink.public.v4, v6: None };
-        let offer = Offer { public, kind: TYPE.into(), ..Offer::default() };
+        let offer = Offer { public, ..Offer::default() };
         let direct = direct_routing(config)?.then_some(uplink);
         let footprint = self.footprint(config, Some(uplink))?;
         Ok(Prepared::new(offer, move |lease| {
             let local = LocalEnd { addresses, subnets: lease.lease().subnets };
-            let plan = Plan { direct, local };
+            let plan = IpipPlan { direct, local };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(TYPE), footprint);
+            blueprint.footprint = footprint;
             blueprint.base = lease.tunnel(&Dual { v4: Some(link), v6: None });
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }
 
-/// The route to a peer.
+/// Plans the route to a peer.
 #[derive(Debug, Clone, Copy)]
-struct Plan {
+struct IpipPlan {
     /// Peers on this link are reached without a tunnel.
     direct: Option<LinkName>,
     local: LocalEnd,
 }
 
-impl Plan {
+impl IpipPlan {
     fn objects(
         &self,
         subnets: &Subnets,
@@ -110,9 +109,8 @@ impl Plan {
         env: &Env<'_>,
         objects: &mut Vec<Object>,
     ) -> Result<(), Rejection> {
-        let mut ends = offer.endpoints(subnets).filter(|end| end.subnet.family() == Family::V4);
-        let end = ends.find_map(|end| Some((end.subnet, end.public?)));
-        let Some((dst, gateway)) = end else {
+        let end = offer.endpoints(subnets).find(|end| end.subnet.family() == Family::V4);
+        let Some((dst, gateway)) = end.and_then(|end| Some((end.subnet, end.public?))) else {
             return Err(Rejection::Rejected("it has no public IPv4 address".into()));
         };
         let direct = self.direct.filter(|uplink| env.on_link(gateway) == Some(*uplink));
@@ -131,9 +129,10 @@ fn device() -> LinkName {
 }
 
 fn direct_routing(config: &Config) -> Result<bool> {
-    let read = || config.backend.fields()?.take(DIRECT_ROUTING, "true or false");
-    let value: Result<Option<bool>, FieldError> = read();
-    Ok(value.map_err(|error| refuse(error.to_string()))?.unwrap_or(false))
+    let refuse_field = |error: FieldError| refuse(error.to_string());
+    let fields = config.backend.fields().map_err(refuse_field)?;
+    let value = fields.take::<bool>(DIRECT_ROUTING, "true or false").map_err(refuse_field)?;
+    Ok(value.unwrap_or(false))
 }
 
 fn refuse(reason: String) -> Error {

@@ -56,8 +56,11 @@ async fn a_route_for_every_peer_through_the_tunnel_or_without_it() {
         // The address of the tunnel of this node.
         subnets.put_attrs("10.1.9.0-24", peer("192.0.2.1"));
         let config = subnets.network_config().await.unwrap();
-        let network =
-            host(&kernel, &subnets).join(&Ipip, &config, JoinOptions::default()).await.unwrap();
+        let network = host(&kernel, &subnets)
+            .join(&Ipip, &config, JoinOptions::default())
+            .await
+            .unwrap()
+            .network;
         let handle = network.handle();
         assert_eq!(handle.mtu, 1480);
         assert_eq!(
@@ -104,12 +107,14 @@ fn configs_and_interfaces_that_it_cannot_serve_are_refused() {
 /// Every node of a cluster writes leases.
 #[tokio::test]
 async fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(CONFIG));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(CONFIG);
     subnets.put_attrs("10.1.7.0-24", peer("192.0.2.7"));
     let config = subnets.network_config().await.unwrap();
     let host = host(&kernel, &subnets);
-    let network = host.join(&Ipip, &config, JoinOptions::default()).await.unwrap();
-    let (own, mut status) = (network.handle().lease.subnets.to_string(), network.handle().status);
+    let network = host.join(&Ipip, &config, JoinOptions::default()).await.unwrap().network;
+    let own = network.handle().lease.subnets.to_string();
+    let mut status = network.handle().status;
     let task = tokio::spawn(network.run(subnets.watch_leases().await.unwrap()));
     status.wait_for(|status| status.in_sync).await.unwrap();
     let before = kernel.dump();

@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
-use flannel_core::address::{Dual, Family, Subnet};
+use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, SourceCheck,
+    Blueprint, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, SourceCheck,
     underlay_mtu,
 };
 use flannel_core::kernel::{Annex, Footprint};
@@ -25,7 +25,7 @@ use flannel_core::{Backend, Config, Error, Result};
 
 use crate::annex::Table;
 pub use crate::options::{Options, Path as PacketPath};
-use crate::plan::{Mover, Plan};
+use crate::plan::{Mover, UdpPlan};
 pub use flannel_udp::run_if_started;
 
 /// The name of the backend, of the annex, and of its directory in the state directory.
@@ -36,8 +36,8 @@ const RUN_DIR: &str = "/run/flannel";
 /// The backend `udp`: a device whose packets another process, or the kernel ([`PacketPath`]), sends
 /// in UDP datagrams, one in each.
 ///
-/// Options: [`Options`]. The MTU of pods is that of the external interface less 28 bytes for IPv4
-/// and 48 for IPv6.
+/// Options: [`Options`]. The MTU of pods is the MTU of the external interface less 28 bytes for
+/// IPv4 and 48 for IPv6.
 ///
 /// The kernel moves packets only if a guard checks their sources there
 /// ([`Node::unguarded`](flannel_core::backend::Node::unguarded)), or if the config does not want a
@@ -72,7 +72,7 @@ impl Backend for UdpBackend {
         NAME
     }
 
-    /// Leases of udp have no type, and cannot be told from those of `alloc`.
+    /// Leases of `udp` have no type, and cannot be told from leases of `alloc`.
     fn lease_type(&self) -> &'static str {
         ""
     }
@@ -91,9 +91,11 @@ impl Backend for UdpBackend {
     }
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
-        let links = [device()].into();
-        let annexes = [NAME].into();
-        Ok(Footprint { links, annexes, ..Footprint::of_routes(config, uplink) })
+        Ok(Footprint {
+            links: [device()].into(),
+            annexes: [NAME].into(),
+            ..Footprint::of_routes(config, uplink)
+        })
     }
 
     fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
@@ -112,20 +114,21 @@ impl Backend for UdpBackend {
         let overhead = config.networks.map(|family, _| overhead(family));
         underlay_mtu(None, uplink, &overhead).map_err(refuse)?;
         let Some(uplink) = uplink else { return Ok(()) };
-        let mut families = config.networks.families();
-        families.try_for_each(|family| uplink.needed(family).map(drop).map_err(refuse))?;
-        match kernel_device(&options, config, uplink) {
-            Some(_) => Ok(()),
-            None => preflight::check().map_err(refuse),
+        for family in config.networks.families() {
+            uplink.needed(family).map_err(refuse)?;
         }
+        if kernel_device(&options, config, uplink).is_some() {
+            return Ok(());
+        }
+        preflight::check().map_err(refuse)
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
-        let (options, uplink) = (options(config)?, node.uplink);
+        let options = options(config)?;
+        let uplink = node.uplink;
         let enabled = config.networks.map(|_, pods| pods.network);
-        let mtu = enabled.iter().map(|(family, _)| uplink.mtu - overhead(family)).min();
-        let mtu = mtu.unwrap_or(uplink.mtu);
+        let mtus = enabled.families().map(|family| uplink.mtu - overhead(family));
+        let mtu = mtus.min().unwrap_or(uplink.mtu);
         let public =
             Dual::from_fn(|family| uplink.public[family].filter(|_| enabled[family].is_some()));
         let offer = Offer { public, ..Offer::default() };
@@ -135,7 +138,7 @@ impl Backend for UdpBackend {
         let tun = Link { name: device(), mtu, up: true, kind: LinkKind::Tun(Tun) };
         let of_kernel = kernel_device(&options, config, uplink)
             .map(|kind| Link { kind: kind.into(), ..tun.clone() });
-        let link = choose(node, &options, of_kernel, tun).await?;
+        let link = choose_device(node, &options, of_kernel, tun).await?;
         Ok(Prepared::new(offer, move |lease| {
             let own = lease.lease().subnets;
             let plane = options.data_plane(&addresses, &own);
@@ -145,31 +148,33 @@ impl Backend for UdpBackend {
                 _ => Mover::Process { port: options.port },
             };
             let by_kernel = matches!(mover, Mover::Kernel { .. });
-            let plan = Plan { families: enabled.map(|_, _| ()), local, mover };
+            let plan = UdpPlan { families: enabled.map(|_, _| ()), local, mover };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(""), footprint);
+            blueprint.footprint = footprint;
             blueprint.path = if by_kernel { "the kernel" } else { "a process" };
             blueprint.base = lease.tunnel(&enabled.map(|_, _| link.clone()));
             if !by_kernel {
-                let to = |dst: &Subnet| Route { dst: *dst, via: Via::Link(link.name), mtu: None };
-                blueprint.base.extend(enabled.values().map(to));
+                for dst in enabled.values() {
+                    let route = Route { dst: *dst, via: Via::Link(link.name), mtu: None };
+                    blueprint.base.insert(route);
+                }
                 let first = own.iter().next().expect("a lease has a subnet");
                 blueprint.base.insert(annex::node_record(first, &plane));
             }
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }
 
-/// The device with which the kernel can move the packets; `None`: the process has to.
+/// The device with which the kernel can move the packets, or `None` if the process has to.
 fn kernel_device(options: &Options, config: &Config, uplink: &ExternalInterface) -> Option<Fou> {
     if options.path == options::Path::Process || config.networks.v6.is_some() {
         return None;
     }
     let Some(IpAddr::V4(local)) = uplink.address.v4 else { return None };
-    // There is a NAT. Nodes behind one may send from other addresses, which only a process learns.
+    // Nodes behind a NAT may send from other addresses, which only a process learns.
     let has_nat = uplink.public.v4.is_some_and(|public| public != local);
     if has_nat && options.source_check != SourceCheck::Off && options.path == options::Path::Auto {
         return None;
@@ -178,25 +183,16 @@ fn kernel_device(options: &Options, config: &Config, uplink: &ExternalInterface)
     Some(Fou { local, lower: Some(uplink.name), port, one_port })
 }
 
-/// The device of the kernel if it has such devices, and something there checks sources if `options`
-/// demand it, else the tun device.
-async fn choose(
+/// Chooses the device `of_kernel` if the kernel has such devices, and if it checks sources or
+/// `options` do not demand that. Otherwise chooses the tun device.
+async fn choose_device(
     node: &Node<'_>,
     options: &Options,
     of_kernel: Option<Link>,
     tun: Link,
 ) -> Result<Link> {
     if let Some(link) = of_kernel {
-        let mut can = node.may_change(vec![link.clone()]).await;
-        let unchecked = node.unguarded.filter(|_| options.source_check != SourceCheck::Off);
-        if let (Ok(()), Some(why)) = (&can, unchecked) {
-            can = Err(refuse(format!(
-                "{why}: load the modules of nf_tables (modprobe -a nf_tables nft_fib_inet), let a \
-                 process move the packets (\"Path\": \"process\"), or do not check them \
-                 (\"SourceCheck\": false)"
-            )));
-        }
-        match can {
+        match may_use(node, options, &link).await {
             Ok(()) => return Ok(link),
             Err(error) if options.path == options::Path::Kernel => return Err(error),
             Err(error) => {
@@ -207,6 +203,19 @@ async fn choose(
     preflight::check().map_err(refuse)?;
     node.may_change(Vec::new()).await?;
     Ok(tun)
+}
+
+/// Checks that this node can use a device of the kernel that moves the packets.
+async fn may_use(node: &Node<'_>, options: &Options, link: &Link) -> Result<()> {
+    node.may_change(vec![link.clone()]).await?;
+    match node.unguarded {
+        Some(why) if options.source_check != SourceCheck::Off => Err(refuse(format!(
+            "{why}: load the modules of nf_tables (modprobe -a nf_tables nft_fib_inet), let a \
+             process move the packets (\"Path\": \"process\"), or do not check them \
+             (\"SourceCheck\": false)"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// The device of both families. Go flannel takes the first free name, which is this one.

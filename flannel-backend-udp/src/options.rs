@@ -19,24 +19,25 @@ const DEFAULT_PORT: u16 = 8285;
 /// **Source**: flannel `pkg/backend/udp/udp_amd64.go: RegisterNetwork`, which has `Port` only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// `Port`: the UDP port of all nodes; default (0): 8285.
+    /// `Port`: the UDP port of all nodes. The default is 8285, and 0 stands for it.
     pub port: u16,
-    /// `SourcePort`: datagrams also leave from `Port`, for firewalls that demand it. The default
-    /// (`false`) is any port, so that nodes can spread flows over their processors.
+    /// `SourcePort`: whether datagrams also leave from `Port`, for firewalls that demand it. By
+    /// default they leave from any port, so that nodes can spread flows over their processors.
     pub source_port: bool,
-    /// `SourceCheck`: a packet is accepted only from the node that has its source address: from its
-    /// public address, or one behind NAT that it has proved to have. Where the kernel moves
-    /// the packets, a guard checks them, and only the public address counts. The default is `true`.
+    /// `SourceCheck`: whether a packet is accepted only from the node that has its source address.
+    /// The node may send from its public address, or from an address behind NAT that it has
+    /// proved to have. Where the kernel moves the packets, a guard checks them, and only the public
+    /// address counts. On by default.
     pub source_check: SourceCheck,
     /// `Path`: the code that moves the packets.
     pub path: Path,
 }
 
-/// The code that moves the packets of a node. All speak with each other.
+/// The code that moves the packets of a node. Nodes with different ones understand each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Path {
-    /// That of the kernel if it can do what the other options demand, else that of the process.
+    /// The kernel if it can do what the other options demand, else a process.
     #[default]
     Auto,
     /// An ipip device of the kernel with UDP headers (Foo over UDP).
@@ -52,15 +53,14 @@ impl Options {
     /// Reads the options.
     ///
     /// # Errors
-    /// The first wrong field.
+    /// A field is wrong. The error names the first one.
     pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
         let fields = config.fields()?;
         let [port, source_port, _, path] = Self::NAMES;
         let port: Option<u16> = fields.take(port, "a UDP port, 0 for 8285")?;
-        let flag = |name| fields.take::<bool>(name, "true or false");
         Ok(Self {
             port: port.filter(|port| *port != 0).unwrap_or(DEFAULT_PORT),
-            source_port: flag(source_port)?.unwrap_or(false),
+            source_port: fields.take(source_port, "true or false")?.unwrap_or(false),
             source_check: SourceCheck::parse(config)?.unwrap_or(SourceCheck::Drop),
             path: fields.take(path, r#""auto", "kernel" or "process""#)?.unwrap_or_default(),
         })
@@ -72,13 +72,14 @@ impl Options {
         addresses: &Dual<IpAddr>,
         own: &Subnets,
     ) -> flannel_udp::Options {
-        let prefix =
-            |subnet: flannel_core::Subnet| Prefix { address: subnet.base(), len: subnet.len() };
         flannel_udp::Options {
             device: device().to_string(),
             local: addresses.values().copied().collect(),
             port: self.port,
-            own: own.iter().map(prefix).collect(),
+            own: own
+                .iter()
+                .map(|subnet| Prefix { address: subnet.base(), len: subnet.len() })
+                .collect(),
             one_port: self.source_port,
             checks_source: self.source_check != SourceCheck::Off,
             counts_only: self.source_check == SourceCheck::Count,
@@ -102,9 +103,11 @@ mod tests {
     fn options_are_checked() {
         let source_check = SourceCheck::Drop;
         let defaults = Options { port: 8285, source_port: false, source_check, path: Path::Auto };
-        assert_eq!((parse(""), parse(r#","port":0"#)), (Ok(defaults), Ok(defaults)));
+        assert_eq!(parse(""), Ok(defaults));
+        assert_eq!(parse(r#","port":0"#), Ok(defaults));
         let all = parse(r#","Port":7,"SourcePort":true,"SourceCheck":false,"Path":"kernel""#);
-        let (source_check, path) = (SourceCheck::Off, Path::Kernel);
+        let source_check = SourceCheck::Off;
+        let path = Path::Kernel;
         assert_eq!(all, Ok(Options { port: 7, source_port: true, source_check, path }));
         for (wrong, field) in [
             (r#","Port":65536"#, "Backend.Port"),

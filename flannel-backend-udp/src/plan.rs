@@ -9,8 +9,9 @@ use flannel_core::status::Rejection;
 
 use crate::annex::peer_record;
 
+/// Plans the objects of a peer.
 #[derive(Debug, Clone)]
-pub(crate) struct Plan {
+pub(crate) struct UdpPlan {
     /// The enabled families.
     pub(crate) families: Dual<()>,
     pub(crate) local: LocalEnd,
@@ -26,7 +27,7 @@ pub(crate) enum Mover {
     Kernel { device: LinkName },
 }
 
-impl Plan {
+impl UdpPlan {
     pub(crate) fn objects(
         &self,
         subnets: &Subnets,
@@ -34,11 +35,12 @@ impl Plan {
         env: &Env<'_>,
         out: &mut Vec<Object>,
     ) -> Result<(), Rejection> {
-        // The plan also runs for this node's own lease, which is no peer.
+        // The plan also runs for this node's own lease, which is not a peer.
         if *subnets == self.local.subnets {
             return Ok(());
         }
-        let (mut bad, before) = (None, out.len());
+        let before = out.len();
+        let mut last_rejection = None;
         for Endpoint { subnet, public, .. } in offer.endpoints(subnets) {
             // A family that is disabled here, or not published, leaves the other one.
             let is_enabled = self.families[subnet.family()].is_some();
@@ -55,15 +57,16 @@ impl Plan {
                 },
                 Err(rejected) => {
                     env.advise(&rejected);
-                    bad = Some(rejected);
+                    last_rejection = Some(rejected);
                 }
             }
         }
         if out.len() > before {
             return Ok(());
         }
-        let none = "it has no public address for any enabled family";
-        Err(bad.unwrap_or_else(|| Rejection::Rejected(none.into())))
+        Err(last_rejection.unwrap_or_else(|| {
+            Rejection::Rejected("it has no public address for any enabled family".into())
+        }))
     }
 }
 
@@ -90,8 +93,9 @@ mod tests {
         let addresses = ["192.0.2.7", "2001:db8::7"].map(address).into_iter().collect();
         let local = LocalEnd { addresses, subnets: own };
         let public = public.into_iter().flatten().map(address).collect();
-        let (offer, env) = (Offer { public, ..Offer::default() }, Env::new(&|_| None));
-        let plan = Plan { families, local, mover };
+        let offer = Offer { public, ..Offer::default() };
+        let env = Env::new(&|_| None);
+        let plan = UdpPlan { families, local, mover };
         let mut objects = Vec::new();
         let result = plan.objects(&subnets.parse().unwrap(), &offer, &env, &mut objects);
         let why = result.err().map(|why| why.to_string()).unwrap_or_default();

@@ -7,8 +7,8 @@ use std::path::Path;
 /// The device with which programs make tun devices.
 const TUN: &str = "/dev/net/tun";
 
-/// Opens the device that makes tun devices, and closes it again. That makes no device, and loads
-/// the module.
+/// Opens the device that makes tun devices, and closes it again. This loads the module, and does
+/// not make a device.
 ///
 /// # Errors
 /// It cannot be opened. The text names the cure.
@@ -17,13 +17,15 @@ pub(crate) fn check() -> Result<(), String> {
 }
 
 fn may_open(path: &Path) -> Result<(), String> {
-    let opened = OpenOptions::new().read(true).write(true).open(path);
-    opened.map(drop).map_err(|error| format!("{}: {error}: {}", path.display(), cure(&error)))
+    match OpenOptions::new().read(true).write(true).open(path) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(format!("{}: {error}: {}", path.display(), cure(&error))),
+    }
 }
 
 fn cure(error: &Error) -> &'static str {
     match (error.kind(), error.raw_os_error()) {
-        // `ENODEV`, `ENXIO`: the file is there, and the kernel has no such device.
+        // `ENXIO` (6) and `ENODEV` (19): the file is there, and the kernel has no such device.
         (ErrorKind::NotFound, _) | (_, Some(6 | 19)) => {
             "load the module (modprobe tun). A container needs this device of the host too: with \
              Kubernetes, `privileged: true`"

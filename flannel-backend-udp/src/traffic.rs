@@ -20,9 +20,10 @@ pub(crate) fn counted(status: &Status) -> Option<Refused> {
     Some(Refused { drops: false, packets: packets.into(), problems: Vec::new() })
 }
 
-/// The traffic of a data plane; `None`: none runs in the process.
+/// The traffic of a data plane, or `None` if none runs in the process.
 pub(crate) fn traffic(status: &Status, drops: &mut LongDrops, now: Instant) -> Option<Traffic> {
-    let (options, counts) = (status.options.as_ref()?, &status.counts);
+    let options = status.options.as_ref()?;
+    let counts = &status.counts;
     let mut dropped: BTreeMap<&'static str, u64> = [
         ("no_peer", counts.no_peer),
         ("expired", counts.expired),
@@ -39,15 +40,16 @@ pub(crate) fn traffic(status: &Status, drops: &mut LongDrops, now: Instant) -> O
     if options.counts_only {
         dropped.retain(|reason, _| !FOREIGN.contains(reason));
     }
-    let growing: Vec<_> =
-        dropped.iter().filter(|(reason, count)| drops.note(reason, **count, now)).collect();
+    let mut problems = Vec::new();
+    for (reason, count) in &dropped {
+        if drops.note(reason, *count, now) {
+            problems.extend(problem(reason, options, status));
+        }
+    }
     Some(Traffic {
         sent: Some((counts.sent_packets, counts.sent_bytes)),
         received: Some((counts.received_packets, counts.received_bytes)),
-        problems: growing
-            .iter()
-            .filter_map(|(reason, _)| problem(reason, options, status))
-            .collect(),
+        problems,
         dropped,
     })
 }
@@ -60,8 +62,8 @@ pub(crate) fn unread(error: &io::Error) -> Traffic {
     Traffic { problems: vec![Trouble::new(text, remedy)], ..Traffic::default() }
 }
 
-/// What is wrong if packets are dropped for this reason. `None`: pods or other hosts can cause it,
-/// and nothing is wrong here.
+/// What is wrong if packets are dropped for this reason. Returns `None` if pods or other hosts can
+/// cause it, so that nothing is wrong here.
 fn problem(reason: &str, options: &Options, status: &Status) -> Option<Trouble> {
     let Options { device, port, .. } = options;
     Some(match reason {
@@ -169,13 +171,14 @@ mod tests {
 
     #[test]
     fn packets_that_are_dropped_for_long_are_a_problem() {
-        let (begin, mut drops) = (Instant::now(), LongDrops::default());
+        let begin = Instant::now();
+        let mut drops = LongDrops::default();
         let mut look = |seconds, count: u64| {
             let status = status(serde_json::json!({"foreign_node": count, "no_peer": count}));
             let now = begin + Duration::from_secs(seconds);
             traffic(&status, &mut drops, now).unwrap().problems
         };
-        // Those of an earlier daemon, and those of a moment.
+        // Drops of an earlier daemon, and drops of a moment.
         for (seconds, count) in [(0, 7), (1, 7), (2, 8), (3, 9), (300, 9), (313, 9), (700, 10)] {
             assert_eq!(look(seconds, count), [], "{seconds}");
         }

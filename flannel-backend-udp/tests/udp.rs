@@ -45,7 +45,8 @@ async fn path(
     uplink: ExternalInterface,
     has_devices: bool,
 ) -> Result<&'static str, String> {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(config));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(config);
     if !has_devices {
         kernel.fail(1, EOPNOTSUPP, |call| call.operation == Operation::MayChange);
     }
@@ -53,7 +54,7 @@ async fn path(
     let host = Host::new(uplink, Arc::new(kernel), Arc::new(subnets));
     let backend = Guarded::new(UdpBackend::new(), "guard-udp", Usual::Always);
     match host.join(&backend, &config, JoinOptions::default()).await {
-        Ok(network) => Ok(network.handle().path),
+        Ok(joined) => Ok(joined.network.handle().path),
         // Only root may open it on some hosts.
         Err(error) if error.to_string().contains("/dev/net/tun") => Ok("a process"),
         Err(error) => Err(error.to_string()),
@@ -89,7 +90,7 @@ async fn a_process_moves_the_packets_that_no_guard_checks() {
         let host =
             Host::new(uplink(), Arc::new(FakeKernel::with_uplink("eth0")), Arc::new(subnets));
         let path = match host.join(&UdpBackend::new(), &config, JoinOptions::default()).await {
-            Ok(network) => network.handle().path,
+            Ok(joined) => joined.network.handle().path,
             Err(error) if error.to_string().contains("/dev/net/tun") => "a process",
             Err(error) => panic!("{error}"),
         };
@@ -122,7 +123,8 @@ fn the_kernel_has_a_route_for_each_peer() {
 
 async fn routes() {
     let config = config("auto", "");
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&config));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(&config);
     kernel.use_nexthops(false);
     let peer = Offer { public: address("192.0.2.7"), ..Offer::default() };
     subnets.put_attrs("10.1.7.0-24", LeaseAttrs::from(peer));
@@ -131,7 +133,7 @@ async fn routes() {
     let host = Host::new(uplink(), Arc::new(kernel.clone()), Arc::new(subnets.clone()))
         .with_state_dir(state.path().to_owned());
     let backend = UdpBackend::new();
-    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
+    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap().network;
     let mut status = network.handle().status;
     tokio::select! {
         ended = network.run(subnets.watch_leases().await.unwrap()) => panic!("{ended:?}"),

@@ -4,12 +4,10 @@ mod mac;
 mod options;
 mod plan;
 
-use std::net::IpAddr;
-
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
+    Blueprint, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
@@ -17,12 +15,13 @@ use flannel_core::object::{Key, Link, LinkKind, LinkName, MacAddr, Object, Vxlan
 use flannel_core::{Backend, Config, Error, Result};
 
 pub use options::Options;
+use plan::VxlanPlan;
 
 /// The backend `vxlan`: one tunnel device per family, and for each peer a neighbour, a forwarding
 /// entry and a route.
 ///
-/// Options: [`Options`]. The MTU of a device is that of the underlay less 50 bytes for IPv4 or 70
-/// for IPv6. The MTU of pods is the smallest over the enabled families.
+/// Options: [`Options`]. The MTU of a device is the MTU of the underlay less 50 bytes for IPv4 or
+/// 70 for IPv6. The MTU of pods is the smallest over the enabled families.
 ///
 /// **Source**: flannel `pkg/backend/vxlan`. Different on purpose:
 /// - IPv6 costs 70 bytes, not 50.
@@ -57,8 +56,11 @@ impl Backend for VxlanBackend {
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
         let vni = options(config)?.vni;
         Ok(Footprint {
-            // Of both families, so that the device of a disabled one is deleted.
-            links: Family::BOTH.iter().filter_map(|f| device_name(*f, vni).ok()).collect(),
+            // Of both families, so that the device of a disabled family is deleted.
+            links: Family::BOTH
+                .into_iter()
+                .filter_map(|family| device_name(family, vni).ok())
+                .collect(),
             ..Footprint::of_routes(config, uplink)
         })
     }
@@ -75,8 +77,8 @@ impl Backend for VxlanBackend {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
-        let (options, uplink) = (options(config)?, node.uplink);
+        let options = options(config)?;
+        let uplink = node.uplink;
         let names = devices(config, &options)?;
         let underlay = underlay(config, &options, Some(uplink))?.unwrap_or(uplink.mtu);
         let macs = choose_macs(node, &names, options.vni).await?;
@@ -90,28 +92,32 @@ impl Backend for VxlanBackend {
                 learning: options.learning,
                 gbp: options.gbp,
             };
-            let (name, mtu) = (device_name(family, options.vni)?, underlay - overhead(family));
-            Ok::<_, Error>(Link { name, mtu, up: true, kind: vxlan.into() })
+            Ok::<_, Error>(Link {
+                name: device_name(family, options.vni)?,
+                mtu: underlay - overhead(family),
+                up: true,
+                kind: vxlan.into(),
+            })
         })?;
         node.may_change(links.values().cloned().collect()).await?;
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
         let offer = Offer {
             public: uplink.public,
-            kind: plan::TYPE.into(),
             data: macs.map(|_, mac| plan::backend_data(options.vni, *mac).into()),
+            ..Offer::default()
         };
         let footprint = self.footprint(config, Some(uplink.name))?;
         let direct = options.direct_routing.then_some(uplink.name);
         let addresses = uplink.address;
         Ok(Prepared::new(offer, move |lease| {
             let local = LocalEnd { addresses, subnets: lease.lease().subnets };
-            let plan = plan::Plan { devices: names, direct, local };
+            let plan = VxlanPlan { devices: names, direct, local };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
+            blueprint.footprint = footprint;
             blueprint.base = lease.tunnel(&links);
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }
@@ -135,9 +141,10 @@ fn device_name(family: Family, vni: u32) -> Result<LinkName> {
         Family::V4 => format!("flannel.{vni}"),
         Family::V6 => format!("flannel-v6.{vni}"),
     };
-    let limit = "at most 9999999, with IPv6 at most 9999";
-    let too_long = format!("Backend.VNI {vni}: the device name {name} is too long; {limit}");
-    name.parse().map_err(|_| refuse(too_long))
+    name.parse().map_err(|_| {
+        let limit = "at most 9999999, with IPv6 at most 9999";
+        refuse(format!("Backend.VNI {vni}: the device name {name} is too long; {limit}"))
+    })
 }
 
 /// The size of the outer IP, UDP, VXLAN and inner Ethernet headers, in bytes.
@@ -162,12 +169,8 @@ fn underlay(
 async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Result<Dual<MacAddr>> {
     let footprint = Footprint { links: names.values().copied().collect(), ..Footprint::default() };
     let present = node.snapshot(footprint).await?;
-    let mac_of = |device: LinkName| match present.get(&Key::Link(device)) {
-        Some(Object::Link(Link { kind: LinkKind::Vxlan(vxlan), .. })) => Some(vxlan.mac),
-        _ => None,
-    };
     let hints = node.hints().await?;
-    // That lease is ours, even if its address is no longer one of this host.
+    // This lease is ours, even if its address is no longer an address of this host.
     let own = hints.previous.filter(|_| hints.last_published.is_some());
     let last = hints.last_published.unwrap_or_default();
     let advertised = hints.advertised;
@@ -179,14 +182,17 @@ async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Resul
     let is_assigned = !node.publishes_attrs();
     Ok(names.map(|family, name| {
         let seed = format!("{} {:?} {:?} {vni} {family}", node.machine_id, texts.v4, texts.v6);
-        let is_own = |public: &IpAddr| {
-            [node.uplink.address[family], advertised[family]].contains(&Some(*public))
-        };
+        let own_addresses = [node.uplink.address[family], advertised[family]];
         let candidates = mac::Candidates {
             published: mac::published(&last, family),
-            device: mac_of(*name),
+            device: match present.get(&Key::Link(*name)) {
+                Some(Object::Link(Link { kind: LinkKind::Vxlan(vxlan), .. })) => Some(vxlan.mac),
+                _ => None,
+            },
             // The address of an assigned lease stays as it was written.
-            named: public[family].filter(|ip| !is_assigned && is_own(ip)).map(MacAddr::naming),
+            named: public[family]
+                .filter(|ip| !is_assigned && own_addresses.contains(&Some(*ip)))
+                .map(MacAddr::naming),
         };
         let mac = mac::choose(&candidates, &seed, &taken);
         taken.insert(mac);

@@ -1,6 +1,6 @@
-//! The choice of a VTEP's MAC address. Peers send frames to the address in the lease, so that of an
-//! existing device is kept if possible. If it changes, the kernel deletes the neighbours of the
-//! device, and they are put again.
+//! The choice of a VTEP's MAC address. Peers send frames to the address in the lease, so an
+//! existing device keeps its address if possible. If it changes, the kernel deletes the neighbours
+//! of the device, and they are put again.
 //!
 //! A new device gets the address that names the public address of the node ([`MacAddr::naming`]).
 //! No other lease can take that address from it. Any other address is taken by a lease that was
@@ -14,7 +14,7 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer};
 use flannel_core::object::MacAddr;
 
-/// The offer of this backend; `None` if the lease has none.
+/// The offer of this backend, or `None` if the lease has no such offer.
 fn vxlan(attrs: &LeaseAttrs) -> Option<&Offer> {
     attrs.offers().find(|offer| offer.kind == crate::plan::TYPE)
 }
@@ -23,57 +23,65 @@ fn mac_of(offer: &Offer, family: Family) -> Option<MacAddr> {
     crate::plan::vtep_mac(offer.data[family].as_deref()?).ok()
 }
 
-/// The VTEP's MAC address in the backend data of one family; `None` if absent or malformed.
+/// The VTEP's MAC address in the backend data of one family, or `None` if it is absent or
+/// malformed.
 pub(crate) fn published(attrs: &LeaseAttrs, family: Family) -> Option<MacAddr> {
     mac_of(vxlan(attrs)?, family)
 }
 
-/// The MAC addresses that other nodes use, each for another public address of its family than ours.
-/// With the same address, the entry of such a lease is equal to ours, so there is no clash. The
-/// lease with the subnets `own` is ours.
+/// The MAC addresses of other nodes whose public address of that family differs from ours. If the
+/// public addresses are equal too, the forwarding entry of that lease equals ours, so they do not
+/// clash. The lease with the subnets `own` is ours.
 pub(crate) fn taken(
     leases: &LeaseSet,
     own: Option<Subnets>,
     public: &Dual<IpAddr>,
 ) -> BTreeSet<MacAddr> {
-    let others = leases.iter().filter(|lease| Some(lease.subnets) != own);
-    let offers = others.filter_map(|lease| vxlan(&lease.attrs));
-    let clashing = offers.flat_map(|offer| {
-        Family::BOTH
-            .into_iter()
-            .filter(|family| offer.public[*family].is_none_or(|ip| public[*family] != Some(ip)))
-            .filter_map(|family| mac_of(offer, family))
-    });
-    clashing.collect()
+    let mut taken = BTreeSet::new();
+    for lease in leases.iter().filter(|lease| Some(lease.subnets) != own) {
+        let Some(offer) = vxlan(&lease.attrs) else { continue };
+        for family in Family::BOTH {
+            let has_our_address = offer.public[family].is_some_and(|ip| public[family] == Some(ip));
+            if !has_our_address {
+                taken.extend(mac_of(offer, family));
+            }
+        }
+    }
+    taken
 }
 
 /// The addresses from which [`choose`] chooses.
 #[derive(Debug, Default)]
 pub(crate) struct Candidates {
-    /// The one in the last lease of this node.
+    /// The address in the last lease of this node.
     pub(crate) published: Option<MacAddr>,
-    /// The one of the existing device.
+    /// The address of the existing device.
     pub(crate) device: Option<MacAddr>,
-    /// The one that names the public address in the lease, if that is an address of the external
-    /// interface or an operator assigned it to this node alone, so that no other node can have it.
-    /// No other lease can take it, so it is not compared.
+    /// The address that names the public address in the lease. It is only there if no other node
+    /// can have that public address: the external interface has it, or an operator assigned it to
+    /// this node alone. No other lease can take this address, so it is not compared.
     pub(crate) named: Option<MacAddr>,
 }
 
 /// The address of the device. An existing device keeps the published address, else its own, unless
 /// another node uses it. A new device gets the address that names the public address of the node.
-/// Behind a NAT, it is the first that no other node uses: the published one, then those derived
-/// from `seed`, which is stable and differs between nodes.
-pub(crate) fn choose(of: &Candidates, seed: &str, taken: &BTreeSet<MacAddr>) -> MacAddr {
-    let kept = of.published.into_iter().chain(of.device);
-    let kept = kept.filter(|_| of.device.is_some() || of.named.is_none());
-    let kept = kept.filter(|mac| !names_another(*mac, of.named));
-    let derived = (0u64..).map(|salt| derive(&format!("{seed} {salt}")));
-    let mut free = kept.filter(|mac| mac.is_unicast() && !taken.contains(mac));
-    let known = free.next().or(of.named);
-    known.unwrap_or_else(|| {
-        let free = derived.into_iter().find(|mac| !taken.contains(mac));
-        free.expect("the derived addresses do not end, and differ")
+/// Behind a NAT, a device gets the first of these addresses that no other node uses: the published
+/// one, then addresses derived from `seed`, which is stable and differs between nodes.
+pub(crate) fn choose(candidates: &Candidates, seed: &str, taken: &BTreeSet<MacAddr>) -> MacAddr {
+    let Candidates { published, device, named } = *candidates;
+    // A new device has no packets yet, so it need not keep an address.
+    if device.is_some() || named.is_none() {
+        let is_free = |mac: &MacAddr| mac.is_unicast() && !taken.contains(mac);
+        let mut kept = published.into_iter().chain(device);
+        if let Some(mac) = kept.find(|mac| is_free(mac) && !names_another(*mac, named)) {
+            return mac;
+        }
+    }
+    named.unwrap_or_else(|| {
+        (0u64..)
+            .map(|salt| derive(&format!("{seed} {salt}")))
+            .find(|mac| !taken.contains(mac))
+            .expect("the derived addresses do not end, and differ")
     })
 }
 
@@ -85,7 +93,7 @@ fn names_another(mac: MacAddr, named: Option<MacAddr>) -> bool {
     named.is_some_and(|named| names_v4(named) && names_v4(mac) && mac != named)
 }
 
-/// FNV-1a: the same in every version.
+/// FNV-1a, which never changes, unlike the hash of the standard library.
 fn derive(text: &str) -> MacAddr {
     let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

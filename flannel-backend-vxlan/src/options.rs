@@ -12,31 +12,32 @@ const DEFAULT_PORT: u16 = 8472;
 /// for Windows and ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// `VNI`: the network identifier, 1 to 16777215; default 1. Because of the length of device
-    /// names, the backend accepts at most 9999999, and with IPv6 at most 9999.
+    /// `VNI`: the network identifier, 1 to 16777215. The default is 1. Because of the length of
+    /// device names, the backend accepts at most 9999999, and with IPv6 at most 9999.
     pub vni: u32,
-    /// `Port`: the UDP port of all nodes; default (0): 8472.
+    /// `Port`: the UDP port of all nodes. The default is 8472, and 0 stands for it.
     pub port: u16,
-    /// `MTU`: of the underlay, in bytes; at most that of the external interface, which is also the
-    /// default (`None`, 0).
+    /// `MTU`: the MTU of the underlay, in bytes. `None` (0 in the config) stands for the MTU of
+    /// the external interface, which is also the largest value.
     pub mtu: Option<u32>,
-    /// `GBP`: Group Based Policy; default off.
+    /// `GBP`: whether packets carry their Group Based Policy. Off by default.
     pub gbp: bool,
-    /// `Learning`: learn forwarding entries from traffic; default off.
+    /// `Learning`: whether the device learns forwarding entries from traffic. Off by default.
     pub learning: bool,
-    /// `DirectRouting`: no tunnel to peers on the same link; default off.
+    /// `DirectRouting`: whether peers on the same link are reached without a tunnel. Off by
+    /// default.
     pub direct_routing: bool,
 }
 
 impl Options {
-    /// The names of the fields. The last two are those for Windows.
+    /// The names of the fields. The last two are for Windows.
     pub const NAMES: [&str; 8] =
         ["VNI", "Port", "MTU", "GBP", "Learning", "DirectRouting", "MacPrefix", "Name"];
 
     /// Reads the options.
     ///
     /// # Errors
-    /// The first wrong field.
+    /// A field is wrong. The error names the first one.
     pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
         let fields = config.fields()?;
         let [vni, port, mtu, gbp, learning, direct_routing, ..] = Self::NAMES;
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_is_read_but_those_for_windows() {
+    fn every_option_is_read_but_the_options_for_windows() {
         for (n, name) in Options::NAMES.into_iter().enumerate() {
             let parsed = parse(&format!(r#"{{"Type":"vxlan","{name}":[]}}"#));
             let field = parsed.err().map(|error| error.field);

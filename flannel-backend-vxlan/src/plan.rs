@@ -2,7 +2,8 @@
 //! route alone.
 //!
 //! The gateway of the route is the first address of the peer's subnet. The neighbour maps it to the
-//! MAC address of the peer's VTEP, and the forwarding entry maps that to the peer's public address.
+//! MAC address of the peer's VTEP. The forwarding entry maps the MAC address to the peer's public
+//! address.
 //!
 //! **Source**: flannel `pkg/backend/vxlan/vxlan_network.go: handleSubnetEvents`.
 
@@ -17,8 +18,9 @@ use flannel_core::status::Rejection;
 /// The backend type in leases.
 pub(crate) const TYPE: &str = "vxlan";
 
+/// Plans the objects of a peer.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Plan {
+pub(crate) struct VxlanPlan {
     /// The tunnel device of each enabled family.
     pub(crate) devices: Dual<LinkName>,
     /// Peers on this link are reached without a tunnel.
@@ -26,7 +28,7 @@ pub(crate) struct Plan {
     pub(crate) local: LocalEnd,
 }
 
-impl Plan {
+impl VxlanPlan {
     pub(crate) fn objects(
         &self,
         subnets: &Subnets,
@@ -34,7 +36,8 @@ impl Plan {
         env: &Env<'_>,
         out: &mut Vec<Object>,
     ) -> Result<(), Rejection> {
-        let (mut bad, before) = (Vec::new(), out.len());
+        let before = out.len();
+        let mut rejections = Vec::new();
         for Endpoint { subnet: dst, public, data } in offer.endpoints(subnets) {
             // A family that is disabled here, or not published, leaves the other one.
             let device = self.devices[dst.family()];
@@ -44,7 +47,7 @@ impl Plan {
             let mac = match checked.and_then(|()| Ok(vtep_mac(data)?)) {
                 Ok(mac) => mac,
                 Err(rejected) => {
-                    bad.push(rejected);
+                    rejections.push(rejected);
                     continue;
                 }
             };
@@ -60,11 +63,15 @@ impl Plan {
             out.push(Route { dst, via, mtu: None }.into());
         }
         if out.len() > before {
-            bad.iter().for_each(|rejected| env.advise(rejected));
+            for rejected in &rejections {
+                env.advise(rejected);
+            }
             return Ok(());
         }
-        let none = "it has no public address with backend data for any enabled family";
-        Err(bad.pop().unwrap_or_else(|| Rejection::Rejected(none.into())))
+        Err(rejections.pop().unwrap_or_else(|| {
+            let why = "it has no public address with backend data for any enabled family";
+            Rejection::Rejected(why.into())
+        }))
     }
 }
 
@@ -72,9 +79,11 @@ impl Plan {
 pub(crate) fn vtep_mac(data: &str) -> Result<MacAddr, FieldError> {
     let expected = "the MAC address of the node's tunnel device, such as \"0a:1b:2c:3d:4e:5f\"";
     let fields = Fields::parse(data, "BackendData")?;
-    let mac: Option<MacAddr> = fields.parsed("VtepMAC", expected)?;
-    let mac = mac.ok_or_else(|| fields.error("VtepMAC", &"nothing", expected))?;
-    if mac.is_unicast() { Ok(mac) } else { Err(fields.error("VtepMAC", &mac, expected)) }
+    match fields.parsed::<MacAddr>("VtepMAC", expected)? {
+        None => Err(fields.error("VtepMAC", &"nothing", expected)),
+        Some(mac) if !mac.is_unicast() => Err(fields.error("VtepMAC", &mac, expected)),
+        Some(mac) => Ok(mac),
+    }
 }
 
 /// The backend data, byte for byte as Go flannel writes it.
@@ -105,32 +114,44 @@ mod tests {
         let addresses = ["192.0.2.9", "2001:db8::9"].map(address).into_iter().collect();
         let devices = Dual { v4: Some(v4), v6: Some(v6) };
         let local = LocalEnd { addresses, subnets: own() };
-        let plan = Plan { devices, direct: None, local };
+        let plan = VxlanPlan { devices, direct: None, local };
         let data: Box<str> = r#"{"VtepMAC":"0a:00:00:00:00:07"}"#.into();
         let plan_of = |subnets: Subnets, public: [&str; 2]| {
             let public = public.map(address).into_iter().collect();
             let data = Dual { v4: Some(data.clone()), v6: Some(data.clone()) };
             let offer = Offer { public, kind: TYPE.into(), data };
-            let (mut objects, env) = (Vec::new(), Env::new(&|_| None));
-            let rejected = plan.objects(&subnets, &offer, &env, &mut objects);
-            (objects, rejected, env.into_parts().1)
+            let mut objects = Vec::new();
+            let env = Env::new(&|_| None);
+            let result = plan.objects(&subnets, &offer, &env, &mut objects);
+            Planned { objects: objects.len(), result, advisories: env.into_parts().1 }
         };
         let peer = "10.1.7.0-24&fd00:1:0:7::-64".parse().unwrap();
-        let (objects, rejected, advisories) = plan_of(peer, ["192.0.2.9", "2001:db8::9"]);
         let own_v6 = Rejection::OwnAddress(address("2001:db8::9"));
-        assert_eq!((objects.len(), rejected, advisories), (0, Err(own_v6.clone()), vec![]));
-        let (objects, rejected, advisories) = plan_of(peer, ["192.0.2.7", "2001:db8::9"]);
-        assert_eq!((objects.len(), rejected, advisories), (3, Ok(()), vec![Advice::from(&own_v6)]));
+        let planned = plan_of(peer, ["192.0.2.9", "2001:db8::9"]);
+        let expected = Planned { objects: 0, result: Err(own_v6.clone()), advisories: vec![] };
+        assert_eq!(planned, expected);
+        let planned = plan_of(peer, ["192.0.2.7", "2001:db8::9"]);
+        let advisories = vec![Advice::from(&own_v6)];
+        assert_eq!(planned, Planned { objects: 3, result: Ok(()), advisories });
         // For its own lease a node reserves these objects.
-        let (objects, rejected, _) = plan_of(own(), ["192.0.2.9", "2001:db8::9"]);
-        assert_eq!((objects.len(), rejected), (6, Ok(())));
+        let planned = plan_of(own(), ["192.0.2.9", "2001:db8::9"]);
+        assert_eq!(planned.objects, 6);
+        assert_eq!(planned.result, Ok(()));
+    }
+
+    #[derive(Debug, PartialEq)]
+    struct Planned {
+        /// The number of objects.
+        objects: usize,
+        result: Result<(), Rejection>,
+        advisories: Vec<Advice>,
     }
 
     #[test]
     fn an_offer_without_data_is_rejected_whatever_other_plans_added() {
         let link: LinkName = "flannel.1".parse().unwrap();
         let devices = Dual { v4: Some(link), v6: None };
-        let plan = Plan { devices, direct: None, local: nowhere() };
+        let plan = VxlanPlan { devices, direct: None, local: nowhere() };
         let other = Neigh { link, address: [10, 1, 8, 0].into(), mac: MacAddr::local([1; 6]) };
         let mut objects = vec![other.into()];
         let subnets = "10.1.7.0-24".parse().unwrap();
@@ -145,7 +166,7 @@ mod tests {
             ["flannel-v6.1", "eth0"].map(|name| name.parse().unwrap());
         let verdict_of = |public: &str, mac: &str, direct: Option<LinkName>, is_on_link: bool| {
             let devices = Dual { v4: None, v6: Some(device) };
-            let plan = Plan { devices, direct, local: nowhere() };
+            let plan = VxlanPlan { devices, direct, local: nowhere() };
             let offer = Offer {
                 public: [public.parse::<IpAddr>().unwrap()].into_iter().collect(),
                 kind: TYPE.into(),
@@ -159,7 +180,8 @@ mod tests {
             (objects.len(), rejected.err().map(|why| why.to_string()).unwrap_or_default())
         };
         let verdict = |public: &str, mac: &str, direct| verdict_of(public, mac, direct, true);
-        let (global, mac) = ("2001:db8::7", "0a:00:00:00:00:07");
+        let global = "2001:db8::7";
+        let mac = "0a:00:00:00:00:07";
         assert_eq!(verdict(global, mac, None), (3, String::new()));
         for bad in
             ["ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01", "33:33:00:00:00:01", "00:00:00:00:00:00"]

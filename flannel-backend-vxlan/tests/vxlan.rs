@@ -12,7 +12,7 @@ use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::{Link, MacAddr, Object, Vxlan};
 use flannel_core::subnet::Hints;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{Backend, Config, Result, SubnetManager};
+use flannel_core::{Backend, Config, Network, Result, SubnetManager};
 use flannel_route::{Host, JoinOptions};
 
 const DUAL: &str = r#"{
@@ -50,7 +50,8 @@ fn peer(public: [&str; 2], macs: [&str; 2]) -> LeaseAttrs {
 
 /// Joins and runs a network until it is in sync. Returns the kernel's objects as text.
 async fn dump(config: &str, prepare: impl FnOnce(&FakeKernel, &FakeSubnets)) -> Vec<String> {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(config));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(config);
     prepare(&kernel, &subnets);
     let network = register(&kernel, &subnets).await.unwrap();
     let mut status = network.handle().status;
@@ -61,13 +62,10 @@ async fn dump(config: &str, prepare: impl FnOnce(&FakeKernel, &FakeSubnets)) -> 
     kernel.dump()
 }
 
-async fn register(
-    kernel: &FakeKernel,
-    subnets: &FakeSubnets,
-) -> Result<flannel_route::HostNetwork> {
-    host(kernel, subnets)
-        .join(&VxlanBackend, &subnets.network_config().await?, JoinOptions::default())
-        .await
+async fn register(kernel: &FakeKernel, subnets: &FakeSubnets) -> Result<Box<dyn Network>> {
+    let config = subnets.network_config().await?;
+    let joined = host(kernel, subnets).join(&VxlanBackend, &config, JoinOptions::default()).await?;
+    Ok(joined.network)
 }
 
 fn without_macs(dump: &[String]) -> Vec<String> {
@@ -163,7 +161,8 @@ fn both(attrs: &mut LeaseAttrs, data: &str) {
 
 #[tokio::test]
 async fn a_bad_peer_is_rejected_with_a_reason_and_affects_no_other() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(DUAL);
     let good = peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
     let change = |edit: fn(&mut LeaseAttrs)| {
         let mut attrs =
@@ -225,7 +224,8 @@ async fn a_peer_that_published_one_family_is_reached_by_it() {
     let objects = dump(DUAL, |_, subnets| {
         let mut attrs =
             peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
-        (attrs.preferred.public.v6, attrs.preferred.data.v6) = (None, None);
+        attrs.preferred.public.v6 = None;
+        attrs.preferred.data.v6 = None;
         subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", attrs);
     });
     assert_eq!(objects.await[4..].len(), 3);
@@ -372,7 +372,8 @@ async fn an_unsuitable_config_is_refused_with_the_reason() {
         let error = register(&kernel, &subnets).await.unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
         // `validate` returns the same error, also without a node if only the config is wrong.
-        let (config, iface) = (Config::parse(config).unwrap(), host(&kernel, &subnets).uplink);
+        let config = Config::parse(config).unwrap();
+        let iface = host(&kernel, &subnets).uplink;
         assert_eq!(VxlanBackend.validate(&config, Some(&iface)).unwrap_err().to_string(), error);
         let anywhere = VxlanBackend.validate(&config, None).map_err(|error| error.to_string());
         let fits_another = says.contains("the MTU of eth0");

@@ -54,7 +54,7 @@ fn clamp(mut key: [u8; 32]) -> [u8; 32] {
     key
 }
 
-/// 32 bytes from base64, which white space may follow; `None` for any other text.
+/// Decodes 32 bytes from base64, which white space may follow. Returns `None` for any other text.
 pub(crate) fn decode(text: &[u8]) -> Option<Secret> {
     let bytes = BASE64.decode(text.trim_ascii_end()).ok()?;
     (bytes.len() == 32).then(|| Secret::new(bytes))
@@ -88,7 +88,8 @@ mod tests {
         assert_eq!(stored.expose().len(), 44, "as Go flannel writes it");
         assert_ne!(KeyPair::of(&MemorySecrets::default()).await.unwrap(), keys);
         let bytes = keys.private.expose();
-        assert_eq!((bytes[0] & 7, bytes[31] & 192), (0, 64));
+        assert_eq!(bytes[0] & 7, 0);
+        assert_eq!(bytes[31] & 192, 64);
     }
 
     #[tokio::test]

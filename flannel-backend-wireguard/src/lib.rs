@@ -7,7 +7,7 @@ mod plan;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
+    Blueprint, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
@@ -18,10 +18,11 @@ use flannel_core::{Backend, Config, Error, Result};
 use self::key::KeyPair;
 pub use self::key::{SECRET, is_key};
 pub use self::options::{Mode, Options, Psk};
+use self::plan::TunnelPlan;
 
 /// The backend `wireguard`: encrypted tunnels, with one device for each family or one for both.
 ///
-/// Options: [`Options`]. The MTU of a device is that of the underlay less 60 bytes if the tunnel
+/// Options: [`Options`]. The MTU of a device is the MTU of the underlay less 60 bytes if the tunnel
 /// only runs between IPv4 addresses, else less 80. The MTU of pods is the smallest over the enabled
 /// families. The private key is the secret [`SECRET`].
 ///
@@ -56,7 +57,7 @@ impl Backend for WireguardBackend {
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
         Ok(Footprint {
-            // All, so that the device of a disabled family or of another mode is deleted.
+            // All devices, so that the device of a disabled family or another mode is deleted.
             links: Family::BOTH.map(device).into(),
             ..Footprint::of_routes(config, uplink)
         })
@@ -74,32 +75,40 @@ impl Backend for WireguardBackend {
         }
         underlay_mtu(options.mtu, uplink, &overheads(config, options.mode)).map_err(refuse)?;
         let Some(uplink) = uplink else { return Ok(()) };
-        let is_needed = |family: &Family| match options.mode {
-            Mode::Separate => config.networks[*family].is_some(),
-            Mode::Auto => false,
-            Mode::Ipv4 => *family == Family::V4,
-            Mode::Ipv6 => *family == Family::V6,
-        };
-        let mut needed = Family::BOTH.into_iter().filter(is_needed);
-        needed.try_for_each(|family| uplink.needed(family).map(drop).map_err(refuse))
+        for family in Family::BOTH {
+            let is_needed = match options.mode {
+                Mode::Separate => config.networks[family].is_some(),
+                Mode::Auto => false,
+                Mode::Ipv4 => family == Family::V4,
+                Mode::Ipv6 => family == Family::V6,
+            };
+            if is_needed {
+                uplink.needed(family).map_err(refuse)?;
+            }
+        }
+        Ok(())
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
-        let (options, uplink) = (options(config)?, node.uplink);
+        let options = options(config)?;
+        let uplink = node.uplink;
         let overhead = overheads(config, options.mode);
-        let underlay = underlay_mtu(options.mtu, Some(uplink), &overhead).map_err(refuse)?;
-        let underlay = underlay.unwrap_or(uplink.mtu);
+        let underlay = underlay_mtu(options.mtu, Some(uplink), &overhead)
+            .map_err(refuse)?
+            .unwrap_or(uplink.mtu);
         let psk = match options.psk.clone() {
-            Some(Psk::File(path)) => Some(blocking(move || key::read(&path)).await),
-            Some(Psk::Key(key)) => Some(Ok(key)),
+            Some(Psk::File(path)) => {
+                Some(blocking(move || key::read(&path)).await.map_err(refuse)?)
+            }
+            Some(Psk::Key(key)) => Some(key),
             None => None,
         };
-        let psk = psk.transpose().map_err(refuse)?;
         let keys = KeyPair::of(node.secrets).await.map_err(|error| refuse(error.to_string()))?;
-        let (devices, ports) = (devices(config, options.mode), ports(config, &options));
+        let devices = devices(config, options.mode);
+        let ports = ports(config, &options);
         let links = devices.map(|family, name| {
-            let (key, port) = (keys.private.clone(), ports[family].unwrap_or(options.port));
+            let key = keys.private.clone();
+            let port = ports[family].unwrap_or(options.port);
             // One device for both families has the overhead of both.
             let mtu = underlay - overhead[family].unwrap_or_default();
             Link { name: *name, mtu, up: true, kind: Wireguard { key, port }.into() }
@@ -107,24 +116,34 @@ impl Backend for WireguardBackend {
         node.may_change(links.values().cloned().collect()).await?;
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
         let data = ports.map(|_, port| plan::backend_data(keys.public, *port));
-        let offer = Offer { public: uplink.public, kind: plan::TYPE.into(), data };
+        let offer = Offer { public: uplink.public, data, ..Offer::default() };
         let footprint = self.footprint(config, Some(uplink.name))?;
         let networks = config.networks.map(|_, pods| pods.network);
-        let (addresses, public) = (uplink.address, uplink.public);
-        let (mode, keepalive) = (options.mode, options.keepalive);
+        let addresses = uplink.address;
+        let public = uplink.public;
         Ok(Prepared::new(offer, move |lease| {
-            let local = LocalEnd { addresses, subnets: lease.lease().subnets };
-            let plan = plan::Plan { mode, devices, ports, psk, keepalive, local, public };
+            let plan = TunnelPlan {
+                mode: options.mode,
+                devices,
+                ports,
+                psk,
+                keepalive: options.keepalive,
+                local: LocalEnd { addresses, subnets: lease.lease().subnets },
+                public,
+            };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
+            blueprint.footprint = footprint;
             blueprint.handshakes = true;
             blueprint.base = lease.tunnel(&links);
-            let to = |link, dst| Route { dst, via: Via::Link(link), mtu: None };
-            let route = |(family, link): (_, &_)| Some(to(*link, networks[family]?));
-            blueprint.base.extend(devices.iter().filter_map(route));
-            Ok(Built::Kernel(blueprint))
+            for (family, link) in devices.iter() {
+                if let Some(dst) = networks[family] {
+                    let route = Route { dst, via: Via::Link(*link), mtu: None };
+                    blueprint.base.insert(route);
+                }
+            }
+            Ok(blueprint)
         }))
     }
 }
@@ -137,7 +156,7 @@ fn options(config: &Config) -> Result<Options> {
     Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))
 }
 
-/// The tunnel device of a family. One for both families is that of IPv4.
+/// The tunnel device of a family. One device for both families has the name of the IPv4 device.
 fn device(family: Family) -> LinkName {
     let name = match family {
         Family::V4 => "flannel-wg",

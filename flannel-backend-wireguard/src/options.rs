@@ -15,19 +15,21 @@ use crate::key::decode;
 /// numbers outside their range are errors, and `PSKFile` is new.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// `ListenPort`: the UDP port of the IPv4 tunnel, or of the only one; default (0): 51820.
+    /// `ListenPort`: the UDP port of the IPv4 tunnel, or of the only tunnel. The default is 51820,
+    /// and 0 stands for it.
     pub port: u16,
-    /// `ListenPortV6`: the UDP port of the IPv6 tunnel of [`Mode::Separate`]; default (0): 51821.
+    /// `ListenPortV6`: the UDP port of the IPv6 tunnel of [`Mode::Separate`]. The default is
+    /// 51821, and 0 stands for it.
     pub port_v6: u16,
-    /// `MTU`: of the underlay, in bytes; at most that of the external interface, which is also the
-    /// default (`None`, 0).
+    /// `MTU`: the MTU of the underlay, in bytes. `None` (0 in the config) stands for the MTU of
+    /// the external interface, which is also the largest value.
     pub mtu: Option<u32>,
-    /// `PSK`, `PSKFile`: a key that all nodes share, besides their own keys; `None`: no such key.
+    /// `PSK`, `PSKFile`: a key that all nodes share, besides their own keys, or `None`.
     pub psk: Option<Psk>,
     /// `PersistentKeepaliveInterval`: the seconds after which an idle tunnel sends an empty packet.
-    /// The default (0) is never. Nodes behind NAT need 25.
+    /// 0, the default, stands for never. Nodes behind NAT need 25.
     pub keepalive: u16,
-    /// `Mode`: see [`Mode`].
+    /// `Mode`: the tunnels of a node.
     pub mode: Mode,
 }
 
@@ -72,7 +74,7 @@ impl Options {
     /// Reads the options.
     ///
     /// # Errors
-    /// The first wrong field. The text never has the key.
+    /// A field is wrong. The error names the first one, and never shows the key.
     pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
         let fields = config.fields()?;
         let [port, port_v6, mtu, _, _, keepalive, mode] = Self::NAMES;
@@ -97,9 +99,8 @@ impl Options {
 fn psk(fields: &Fields) -> Result<Option<Psk>, FieldError> {
     let [_, _, _, psk, file, ..] = Options::NAMES;
     let wrong = || fields.error(psk, &"(not shown)", "32 bytes as base64, from `wg genpsk`");
-    let key: Option<String> = fields.take(psk, "").map_err(|_| wrong())?;
-    let path: Option<String> = fields.take(file, "the path of a file")?;
-    let (key, path) = (key.filter(|key| !key.is_empty()), path.filter(|path| !path.is_empty()));
+    let key = fields.take::<String>(psk, "").map_err(|_| wrong())?.filter(|key| !key.is_empty());
+    let path = fields.take::<String>(file, "the path of a file")?.filter(|path| !path.is_empty());
     // A key in the wrong field.
     if path.as_ref().is_some_and(|path| decode(path.as_bytes()).is_some()) {
         return Err(fields.error(file, &"(not shown)", format!("the path of a file, or {psk}")));
@@ -146,8 +147,9 @@ mod tests {
         );
         let key: [u8; 32] = std::array::from_fn(|n| n as u8);
         let psk = Some(Psk::Key(Secret::new(key)));
-        let (mode, mtu) = (Mode::Auto, Some(1400));
-        assert_eq!(all, Ok(Options { port: 7, port_v6: 8, mtu, psk, keepalive: 25, mode }));
+        let expected =
+            Options { port: 7, port_v6: 8, mtu: Some(1400), psk, keepalive: 25, mode: Mode::Auto };
+        assert_eq!(all, Ok(expected));
         let file = parse(r#"{"Type":"wireguard","PSKFile":"/etc/psk"}"#).unwrap().psk;
         assert_eq!(file, Some(Psk::File("/etc/psk".into())));
     }
@@ -172,7 +174,8 @@ mod tests {
             (r#""PSK":"hunter2","PSKFile":"/psk""#, "PSKFile", "/psk"),
         ] {
             let error = parse(&format!(r#"{{"Type":"wireguard",{options}}}"#)).unwrap_err();
-            assert_eq!((&*error.field, &*error.value), (&*format!("Backend.{field}"), value));
+            assert_eq!(error.field, format!("Backend.{field}"));
+            assert_eq!(error.value, value);
             assert!(!error.to_string().contains("hunter2"), "{error}");
         }
     }

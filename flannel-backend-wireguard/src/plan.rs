@@ -17,12 +17,13 @@ use crate::options::Mode;
 /// The backend type in leases.
 pub(crate) const TYPE: &str = "wireguard";
 
+/// Plans the WireGuard peers for a node.
 #[derive(Debug, Clone)]
-pub(crate) struct Plan {
+pub(crate) struct TunnelPlan {
     pub(crate) mode: Mode,
     /// The tunnel device of each enabled family.
     pub(crate) devices: Dual<LinkName>,
-    /// The UDP ports of nodes that publish none.
+    /// The UDP ports of nodes that do not publish their ports.
     pub(crate) ports: Dual<u16>,
     pub(crate) psk: Option<Secret>,
     pub(crate) keepalive: u16,
@@ -34,11 +35,11 @@ pub(crate) struct Plan {
 /// The backend data of a family.
 struct Data {
     key: PublicKey,
-    /// `None`: the node publishes none.
+    /// `None` if the node does not publish it.
     port: Option<u16>,
 }
 
-impl Plan {
+impl TunnelPlan {
     pub(crate) fn objects(
         &self,
         subnets: &Subnets,
@@ -46,28 +47,35 @@ impl Plan {
         env: &Env<'_>,
         out: &mut Vec<Object>,
     ) -> Result<(), Rejection> {
-        let enabled = |end: &Endpoint<'_>| self.devices[end.subnet.family()].is_some();
-        let ends: Vec<Endpoint<'_>> = offer.endpoints(subnets).filter(enabled).collect();
+        let ends: Vec<Endpoint<'_>> = offer
+            .endpoints(subnets)
+            .filter(|end| self.devices[end.subnet.family()].is_some())
+            .collect();
         // The only tunnel carries all families.
         let of_tunnel = if self.mode == Mode::Separate { 1 } else { ends.len().max(1) };
-        let (mut bad, before) = (Vec::new(), out.len());
+        let before = out.len();
+        let mut rejections = Vec::new();
         for ends in ends.chunks(of_tunnel) {
             match self.peer(ends, subnets, &offer.public) {
                 Ok(peer) => out.extend(peer.map(Object::from)),
-                // It leaves the other family.
-                Err(rejected) => bad.push(rejected),
+                // The other family may still be used.
+                Err(rejected) => rejections.push(rejected),
             }
         }
         if out.len() > before {
-            bad.iter().for_each(|rejected| env.advise(rejected));
+            for rejected in &rejections {
+                env.advise(rejected);
+            }
             return Ok(());
         }
-        let none = "it has no public address with backend data for any enabled family";
-        Err(bad.pop().unwrap_or_else(|| Rejection::Rejected(none.into())))
+        Err(rejections.pop().unwrap_or_else(|| {
+            let why = "it has no public address with backend data for any enabled family";
+            Rejection::Rejected(why.into())
+        }))
     }
 
-    /// The peer at the other end of one tunnel; `None`: the node does not publish it. `ends` are
-    /// those of the families that the tunnel carries.
+    /// The peer at the other end of one tunnel, or `None` if the node does not publish it. `ends`
+    /// are the endpoints of the families that the tunnel carries.
     fn peer(
         &self,
         ends: &[Endpoint<'_>],
@@ -77,15 +85,15 @@ impl Plan {
         let family = ends[0].subnet.family();
         let separate = self.mode == Mode::Separate;
         let address = if separate { ends[0].public } else { self.choose(public) };
-        let data = ends.iter().filter_map(|end| end.data).map(read);
-        let data = data.collect::<Result<Vec<Data>, _>>()?;
+        let mut data = Vec::new();
+        for text in ends.iter().filter_map(|end| end.data) {
+            data.push(read(text)?);
+        }
         // Go flannel publishes the port of its only tunnel with the data of IPv4.
         let port = data.iter().find_map(|data| data.port).or(self.ports[family]);
-        let (Some(link), Some(address), Some(Data { key, .. })) =
-            (self.devices[family], address, data.last())
-        else {
-            return Ok(None);
-        };
+        let Some(Data { key, .. }) = data.last() else { return Ok(None) };
+        let Some(link) = self.devices[family] else { return Ok(None) };
+        let Some(address) = address else { return Ok(None) };
         self.local.check(address, subnets, false)?;
         let attributes = Box::new(PeerAttributes {
             endpoint: (address, port.unwrap_or_default()).into(),
@@ -113,7 +121,7 @@ impl Plan {
     }
 }
 
-/// Whether an address is of RFC 1918 or RFC 4193.
+/// Whether an address is private by RFC 1918 or RFC 4193.
 fn is_private(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => address.is_private(),
@@ -124,9 +132,10 @@ fn is_private(address: IpAddr) -> bool {
 fn read(data: &str) -> Result<Data, FieldError> {
     let fields = Fields::parse(data, "BackendData")?;
     let expected = "the public key of the node, 32 bytes as base64";
-    let key: Option<PublicKey> = fields.parsed("PublicKey", expected)?;
-    let key = key.filter(|key| key.0 != [0; 32]);
-    let key = key.ok_or_else(|| fields.error("PublicKey", &"nothing", expected))?;
+    let key = fields
+        .parsed::<PublicKey>("PublicKey", expected)?
+        .filter(|key| key.0 != [0; 32])
+        .ok_or_else(|| fields.error("PublicKey", &"nothing", expected))?;
     let port: Option<u16> = fields.take("Port", "a UDP port")?;
     Ok(Data { key, port: port.filter(|port| *port != 0) })
 }
@@ -146,10 +155,10 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn plan(mode: Mode) -> Plan {
+    fn plan(mode: Mode) -> TunnelPlan {
         let name = |text: &str| text.parse::<LinkName>().unwrap();
         let v6 = if mode == Mode::Separate { "flannel-wg-v6" } else { "flannel-wg" };
-        Plan {
+        TunnelPlan {
             mode,
             devices: Dual { v4: Some(name("flannel-wg")), v6: Some(name(v6)) },
             ports: Dual { v4: Some(51820), v6: Some(51821) },
@@ -163,17 +172,18 @@ mod tests {
         }
     }
 
-    fn run(plan: &Plan, subnets: &str, offer: &Offer) -> Result<Vec<String>, String> {
+    fn run(plan: &TunnelPlan, subnets: &str, offer: &Offer) -> Result<Vec<String>, String> {
         advised(plan, subnets, offer).0
     }
 
     /// The objects, and the advice.
     fn advised(
-        plan: &Plan,
+        plan: &TunnelPlan,
         subnets: &str,
         offer: &Offer,
     ) -> (Result<Vec<String>, String>, Vec<Advice>) {
-        let (env, mut objects) = (Env::new(&|_| None), Vec::new());
+        let env = Env::new(&|_| None);
+        let mut objects = Vec::new();
         let planned = plan.objects(&subnets.parse().unwrap(), offer, &env, &mut objects);
         let objects = objects.iter().map(ToString::to_string).collect();
         let planned = planned.map(|()| objects).map_err(|rejected| rejected.to_string());
@@ -196,13 +206,11 @@ mod tests {
         let key = PublicKey([7; 32]);
         let both = offer(Some("192.0.2.7"), Some("2001:db8::7"));
         let plan = plan(Mode::Separate);
-        let [v4, v6] = [
-            format!("peer {key} endpoint 192.0.2.7:1004 allowed-ips 10.1.7.0/24 dev flannel-wg"),
-            format!(
-                "peer {key} endpoint [2001:db8::7]:1006 allowed-ips fd00:1:0:7::/64 dev \
-                 flannel-wg-v6"
-            ),
-        ];
+        let v4 =
+            format!("peer {key} endpoint 192.0.2.7:1004 allowed-ips 10.1.7.0/24 dev flannel-wg");
+        let v6 = format!(
+            "peer {key} endpoint [2001:db8::7]:1006 allowed-ips fd00:1:0:7::/64 dev flannel-wg-v6"
+        );
         assert_eq!(run(&plan, PEER, &both), Ok(vec![v4.clone(), v6.clone()]));
         // A node of an older Go flannel publishes no port.
         let mut old = both.clone();
@@ -232,7 +240,7 @@ mod tests {
             let allowed = "allowed-ips 10.1.7.0/24,fd00:1:0:7::/64 dev flannel-wg";
             Ok(vec![format!("peer {key} endpoint {endpoint} {allowed}")])
         };
-        // The addresses of the peer, those of this node, and the endpoint for the mode auto.
+        // The addresses of the peer, the addresses of this node, and the endpoint for `auto`.
         for (v4, v6, own, auto) in [
             ("192.0.2.7", "2001:db8::7", ["10.0.0.9", "2001:db8::9"], "192.0.2.7:1004"),
             ("10.0.0.7", "2001:db8::7", ["10.0.0.9", "2001:db8::9"], "[2001:db8::7]:1004"),
@@ -240,7 +248,8 @@ mod tests {
             ("10.0.0.7", "fd00::7", ["10.0.0.9", "2001:db8::9"], "10.0.0.7:1004"),
         ] {
             let [own_v4, own_v6] = own.map(|text| Some(address(text)));
-            let plan = |mode| Plan { public: Dual { v4: own_v4, v6: own_v6 }, ..plan(mode) };
+            let public = Dual { v4: own_v4, v6: own_v6 };
+            let plan = |mode| TunnelPlan { public, ..plan(mode) };
             let both = offer(Some(v4), Some(v6));
             assert_eq!(run(&plan(Mode::Auto), PEER, &both), expected(auto), "{v4} {v6} {own:?}");
             assert_eq!(run(&plan(Mode::Ipv4), PEER, &both), expected(&format!("{v4}:1004")));

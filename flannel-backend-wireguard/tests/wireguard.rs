@@ -66,7 +66,8 @@ const KEYS: [&str; 2] = [
 async fn run(kernel: &FakeKernel, subnets: &FakeSubnets) -> (String, Vec<String>, Vec<String>) {
     let config = subnets.network_config().await.unwrap();
     let host = host(kernel, subnets).await;
-    let network = host.join(&WireguardBackend, &config, JoinOptions::default()).await.unwrap();
+    let network =
+        host.join(&WireguardBackend, &config, JoinOptions::default()).await.unwrap().network;
     let handle = network.handle();
     let mut status = handle.status.clone();
     let views = subnets.watch_leases().await.unwrap();
@@ -82,10 +83,11 @@ async fn run(kernel: &FakeKernel, subnets: &FakeSubnets) -> (String, Vec<String>
 #[tokio::test]
 async fn one_route_and_a_peer_for_each_node() {
     let text = config(r#","PSK":"AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=""#, V4);
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(&text);
     subnets.put_attrs("10.1.7.0-24", peer(KEYS[0], &["192.0.2.7"]));
     subnets.put_attrs("10.1.8.0-24", peer(KEYS[1], &["203.0.113.8"]));
-    // With the key of an earlier lease, and with that of this node.
+    // With the key of an earlier lease, and with the key of this node.
     subnets.put_attrs("10.1.9.0-24", peer(KEYS[0], &["192.0.2.9"]));
     subnets.put_attrs("10.1.10.0-24", peer(PUBLIC, &["192.0.2.10"]));
     let (lease, objects, rejected) = run(&kernel, &subnets).await;
@@ -131,7 +133,8 @@ async fn each_family_has_a_tunnel_or_both_share_one() {
         (r#","Mode":"ipv6""#, V6, vec!["flannel-wg mtu 1420"], vec![""]),
     ] {
         let text = config(backend, families);
-        let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+        let kernel = FakeKernel::with_uplink("eth0");
+        let subnets = FakeSubnets::with_config(&text);
         let (lease, objects, _) = run(&kernel, &subnets).await;
         let start = |kind: &str| -> Vec<&String> {
             objects.iter().filter(|object| object.starts_with(kind)).collect()
@@ -190,7 +193,8 @@ fn the_datapath_is_encrypted() {
 #[tokio::test]
 async fn a_shared_key_in_a_file_is_read_at_the_start() {
     let text = config(r#","PSKFile":"/nonexistent/psk""#, V4);
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(&text);
     let config = subnets.network_config().await.unwrap();
     let host = host(&kernel, &subnets).await;
     let joined = host.join(&WireguardBackend, &config, JoinOptions::default()).await;
@@ -202,33 +206,35 @@ async fn a_shared_key_in_a_file_is_read_at_the_start() {
 #[tokio::test]
 async fn another_key_is_in_the_kernel_before_it_is_published() {
     let text = config("", V4);
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(&text);
     let config = subnets.network_config().await.unwrap();
     let host = host(&kernel, &subnets).await;
     let old = peer(KEYS[0], &["198.51.100.1", "2001:db8::1"]);
     let mut old = LeaseAttrs { others: [].into(), ..old };
     old.preferred.data.v6 = None;
     let join = async |published: Option<LeaseAttrs>| {
-        let options = JoinOptions { published, ..JoinOptions::default() };
+        let options = JoinOptions::default().with_published(published);
         host.join(&WireguardBackend, &config, options).await.unwrap()
     };
-    let network = join(Some(old.clone())).await;
-    assert!(network.withholds_offers());
-    assert_eq!(network.handle().lease.attrs, old);
+    let joined = join(Some(old.clone())).await;
+    assert!(joined.withholds_offers);
+    assert_eq!(joined.network.handle().lease.attrs, old);
     let again = join(None).await;
-    let new = again.handle().lease.attrs;
-    assert!(!again.withholds_offers() && new.to_json().contains(PUBLIC), "{new:?}");
-    // The same offers, or those of another backend, are published at once.
-    assert!(!join(Some(new)).await.withholds_offers());
+    let new = again.network.handle().lease.attrs;
+    assert!(!again.withholds_offers && new.to_json().contains(PUBLIC), "{new:?}");
+    // Equal offers, and offers of another backend, are published at once.
+    assert!(!join(Some(new)).await.withholds_offers);
     old.preferred.kind = "vxlan".into();
-    assert!(!join(Some(old)).await.withholds_offers());
+    assert!(!join(Some(old)).await.withholds_offers);
 }
 
 /// Every node of a cluster writes leases.
 #[tokio::test]
 async fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
     let text = config("", V4);
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&text));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(&text);
     subnets.put_attrs("10.1.7.0-24", peer(KEYS[0], &["192.0.2.7"]));
     let before = run(&kernel, &subnets).await.1;
     let with = |data: &str| {

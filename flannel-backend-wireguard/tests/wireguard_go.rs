@@ -61,7 +61,7 @@ impl Node {
     async fn lease(&self) -> (Subnets, LeaseAttrs) {
         let config = self.subnets.network_config().await.unwrap();
         let join = self.host.join(&WireguardBackend, &config, JoinOptions::default());
-        let lease = join.await.unwrap().handle().lease;
+        let lease = join.await.unwrap().network.handle().lease;
         (lease.subnets, lease.attrs)
     }
 
@@ -70,7 +70,7 @@ impl Node {
         self.subnets.put_attrs(&subnets.to_string(), attrs);
         let config = self.subnets.network_config().await.unwrap();
         let join = self.host.join(&WireguardBackend, &config, JoinOptions::default());
-        let network = join.await.unwrap();
+        let network = join.await.unwrap().network;
         let mut status = network.handle().status;
         let views = self.subnets.watch_leases().await.unwrap();
         tokio::select! {
@@ -105,7 +105,8 @@ impl Tunnel {
     fn ask(&self, text: &str) -> String {
         let mut stream = UnixStream::connect(self.socket()).unwrap();
         stream.write_all(format!("{text}\n").as_bytes()).unwrap();
-        let (mut answer, mut part) = (String::new(), [0; 4096]);
+        let mut answer = String::new();
+        let mut part = [0; 4096];
         while !answer.ends_with("\n\n") {
             let len = stream.read(&mut part).unwrap();
             assert!(len > 0, "{answer}");

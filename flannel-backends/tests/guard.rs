@@ -13,10 +13,10 @@ use flannel_core::kernel::Annex;
 use flannel_core::lease::{LeaseAttrs, Origin, View};
 use flannel_core::status::Status;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{Config, SubnetManager};
+use flannel_core::{Config, Network, SubnetManager};
 use flannel_firewall::Guard;
 use flannel_netlink::testing::in_netns_async;
-use flannel_route::{Host, HostNetwork, JoinOptions};
+use flannel_route::{Host, JoinOptions};
 use tokio::sync::watch;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -61,13 +61,14 @@ fn host(subnets: &FakeSubnets) -> Host {
 }
 
 /// A network of vxlan with `SourceCheck`, in a cluster with one peer.
-async fn vxlan_with_a_peer() -> (FakeSubnets, HostNetwork) {
+async fn vxlan_with_a_peer() -> (FakeSubnets, Box<dyn Network>) {
     let subnets = FakeSubnets::with_config(&config(r#"{"Type":"vxlan","SourceCheck":true}"#));
     let config = subnets.network_config().await.unwrap();
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer("vxlan", 7));
     let backends = flannel_backends::all();
     let backend = backends.find("vxlan").unwrap();
-    let network = host(&subnets).join(&**backend, &config, JoinOptions::default()).await.unwrap();
+    let network =
+        host(&subnets).join(&**backend, &config, JoinOptions::default()).await.unwrap().network;
     (subnets, network)
 }
 
@@ -194,7 +195,8 @@ fn the_option_decides_about_the_guard() {
             let backends = flannel_backends::all();
             let backend = backends.find(&config.backend.kind).unwrap();
             let host = host(&subnets);
-            let network = host.join(&**backend, &config, JoinOptions::default()).await.unwrap();
+            let network =
+                host.join(&**backend, &config, JoinOptions::default()).await.unwrap().network;
             let views = subnets.watch_leases().await.unwrap();
             let mut status = network.handle().status;
             tokio::select! {
@@ -232,7 +234,8 @@ fn a_node_can_switch_the_default_of_ipip_off() {
             let config = subnets.network_config().await.unwrap();
             let backend = backends.find("ipip").unwrap();
             let host = host(&subnets);
-            let network = host.join(&**backend, &config, JoinOptions::default()).await.unwrap();
+            let network =
+                host.join(&**backend, &config, JoinOptions::default()).await.unwrap().network;
             let views = subnets.watch_leases().await.unwrap();
             let mut status = network.handle().status;
             tokio::select! {

@@ -12,8 +12,8 @@ use flannel_core::backend::ExternalInterface;
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::object::Key;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
-use flannel_core::{Backend, Config, SubnetManager};
-use flannel_route::{Host, JoinOptions};
+use flannel_core::{Config, SubnetManager};
+use flannel_route::{BackendInUse, Host, JoinOptions};
 
 const OLD: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
 
@@ -54,16 +54,25 @@ async fn each_peer_is_reached_by_the_best_common_offer_and_no_route_is_deleted()
     subnets.put_attrs("10.1.7.0-24", peer(7, &["vxlan"]));
     subnets.put_attrs("10.1.8.0-24", peer(8, &["vxlan"]));
     let (host, [old, new]) = (host(&kernel, &subnets), configs());
-    let [vxlan, host_gw]: [(&dyn Backend, &Config); 2] = [(&VxlanBackend, &old), (&HostGw, &new)];
+    let vxlan = BackendInUse::new(&VxlanBackend, &old);
+    let host_gw = BackendInUse::new(&HostGw, &new);
     let mut macs = Vec::new();
-    for (members, offers, kinds, gateways) in [
-        (vec![vxlan], vec![0], "vxlan", ""),
-        (vec![vxlan, host_gw], vec![0], "vxlan", ""),
-        (vec![host_gw, vxlan], vec![1, 0], "vxlan host-gw", "8"),
-        (vec![host_gw, vxlan], vec![0, 1], "host-gw vxlan", "78"),
-        (vec![host_gw, vxlan], vec![0], "host-gw", "78"),
+    for (backends, kinds, gateways) in [
+        (vec![vxlan.with_offer_rank(Some(0))], "vxlan", ""),
+        (vec![vxlan.with_offer_rank(Some(0)), host_gw.with_offer_rank(None)], "vxlan", ""),
+        (
+            vec![host_gw.with_offer_rank(Some(1)), vxlan.with_offer_rank(Some(0))],
+            "vxlan host-gw",
+            "8",
+        ),
+        (
+            vec![host_gw.with_offer_rank(Some(0)), vxlan.with_offer_rank(Some(1))],
+            "host-gw vxlan",
+            "78",
+        ),
+        (vec![host_gw.with_offer_rank(Some(0)), vxlan.with_offer_rank(None)], "host-gw", "78"),
     ] {
-        let network = host.join_all(&members, &offers, JoinOptions::default()).await.unwrap();
+        let network = host.join_all(&backends, JoinOptions::default()).await.unwrap().network;
         let (handle, views) = (network.handle(), subnets.watch_leases().await.unwrap());
         let published: Vec<_> = handle.lease.attrs.offers().map(|it| it.kind.clone()).collect();
         assert_eq!((published.join(" ").as_str(), handle.mtu), (kinds, 1450));
@@ -72,9 +81,9 @@ async fn each_peer_is_reached_by_the_best_common_offer_and_no_route_is_deleted()
         let mut status = handle.status.clone();
         status.wait_for(|status| status.in_sync && status.peers == 2).await.unwrap();
         // While the network runs, peers offer more.
-        if offers.len() > 1 {
+        if kinds.contains(' ') {
             subnets.put_attrs("10.1.8.0-24", peer(8, &["vxlan", "host-gw"]));
-            if offers[0] == 0 {
+            if kinds.starts_with("host-gw") {
                 subnets.put_attrs("10.1.7.0-24", peer(7, &["host-gw"]));
             }
         }
@@ -98,7 +107,7 @@ async fn each_peer_is_reached_by_the_best_common_offer_and_no_route_is_deleted()
     }
     macs.dedup();
     assert_eq!(macs.len(), 1, "the published MAC address stays: {macs:?}");
-    let only = host.join(&HostGw, &new, JoinOptions::default()).await.unwrap();
+    let only = host.join(&HostGw, &new, JoinOptions::default()).await.unwrap().network;
     assert_eq!(only.handle().mtu, 1500);
 }
 
@@ -106,26 +115,23 @@ async fn each_peer_is_reached_by_the_best_common_offer_and_no_route_is_deleted()
 async fn a_backend_that_cannot_move_runs_alone() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(OLD));
     let (host, [old, _]) = (host(&kernel, &subnets), configs());
-    let members: [(&dyn Backend, &Config); 2] = [(&VxlanBackend, &old), (&Alloc, &old)];
-    let error = host.join_all(&members, &[0], JoinOptions::default()).await.unwrap_err();
+    let backends = [BackendInUse::new(&VxlanBackend, &old), BackendInUse::new(&Alloc, &old)];
+    let error = host.join_all(&backends, JoinOptions::default()).await.unwrap_err();
     assert_eq!(error.to_string(), "backend alloc: it does not run beside another backend");
     assert!(kernel.take_calls().is_empty(), "vxlan was not prepared");
-    host.join_all(&members[1..], &[0], JoinOptions::default()).await.unwrap();
+    host.join_all(&backends[1..], JoinOptions::default()).await.unwrap();
 }
 
 #[tokio::test]
-async fn offers_that_are_no_members_are_refused() {
+async fn a_network_without_an_offer_is_refused() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(OLD));
     let (host, [old, new]) = (host(&kernel, &subnets), configs());
-    let members: [(&dyn Backend, &Config); 2] = [(&VxlanBackend, &old), (&HostGw, &new)];
-    for (members, offers, expected) in [
-        (&members[..], &[][..], "backend vxlan, host-gw: the offers [] are not different indexes"),
-        (&members, &[1, 2], "backend vxlan, host-gw: the offers [1, 2] are not different indexes"),
-        (&members, &[1, 1], "backend vxlan, host-gw: the offers [1, 1] are not different indexes"),
-        (&[], &[0], "backend (none): the offers [0] are not different indexes"),
-    ] {
-        let error = host.join_all(members, offers, JoinOptions::default()).await.unwrap_err();
-        assert!(error.to_string().contains(expected), "{error}");
+    let backends = [BackendInUse::new(&VxlanBackend, &old), BackendInUse::new(&HostGw, &new)];
+    let unpublished = backends.map(|backend| backend.with_offer_rank(None));
+    for (backends, names) in [(&unpublished[..], "vxlan, host-gw"), (&[], "(none)")] {
+        let error = host.join_all(backends, JoinOptions::default()).await.unwrap_err();
+        let expected = format!("backend {names}: at least one backend must publish its offer");
+        assert_eq!(error.to_string(), expected);
     }
     assert!(kernel.take_calls().is_empty(), "nothing was done");
 }

@@ -3,11 +3,12 @@
 use std::ffi::OsStr;
 use std::process::Command;
 
-/// The variables that every process gets: the ways to programs and to libraries.
+/// The variables that every process gets: the paths of programs and of libraries.
 const OF_ALL: [&str; 2] = ["PATH", "LD_LIBRARY_PATH"];
 
-/// A command whose process gets of this program's environment `PATH`, `LD_LIBRARY_PATH` and the
-/// variables with these names, as they are now. [`Command::env`] adds others.
+/// A command whose process does not inherit the environment of this program. It gets only `PATH`,
+/// `LD_LIBRARY_PATH` and the named `variables`, with their present values. [`Command::env`] adds
+/// others.
 pub fn command(program: impl AsRef<OsStr>, variables: &[&str]) -> Command {
     let mut command = Command::new(program);
     command.env_clear();

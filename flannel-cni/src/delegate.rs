@@ -35,11 +35,12 @@ impl Delegate {
         Ok(Self { kind: kind.to_owned(), program })
     }
 
-    /// Runs the plugin with `conf` on its stdin, and returns its stdout. A plugin that is too old
-    /// to know STATUS or GC is ready, and has nothing to clean up. The `bridge` before 1.5 is one.
+    /// Runs the plugin with `conf` on its stdin, and returns its stdout. If the plugin is too old
+    /// to know STATUS or GC, as `bridge` before 1.5, the call succeeds and returns nothing.
     ///
     /// # Errors
-    /// The plugin's own error; [`Code::IO`] if it cannot run, or else [`Code::INTERNAL`].
+    /// The plugin's own error. [`Code::IO`] if it cannot run, and [`Code::INTERNAL`] if it fails
+    /// without an error object.
     pub(crate) fn run(&self, command: Command, call: &Call, conf: &[u8]) -> Result<Vec<u8>> {
         let output = self.output(command, call, conf).map_err(|error| {
             Error::new(
@@ -47,26 +48,36 @@ impl Delegate {
                 format!("failed to run plugin {}: {error}", self.program.display()),
             )
         })?;
-        // A closed stderr is no error.
+        // A closed stderr is not an error of the call.
         let _ = io::stderr().write_all(&output.stderr);
         if output.status.success() {
             return Ok(output.stdout);
         }
-        if let Some(error) = Error::from_json(&output.stdout) {
-            let is_optional = matches!(command, Command::Status | Command::Gc);
-            if is_optional && error.msg.starts_with("unknown CNI_COMMAND") {
-                return Ok(Vec::new());
+        match Error::from_json(&output.stdout) {
+            Some(error) => {
+                let is_optional = matches!(command, Command::Status | Command::Gc);
+                if is_optional && error.msg.starts_with("unknown CNI_COMMAND") {
+                    return Ok(Vec::new());
+                }
+                Err(error)
             }
-            return Err(error);
+            None => Err(self.failure(command, &output)),
         }
-        let (stdout, stderr) = (lossy(&output.stdout), lossy(&output.stderr));
-        let message = [stdout.trim(), stderr.trim()].into_iter().find(|text| !text.is_empty());
-        let message = message.map_or_else(|| "no message".to_owned(), |text| format!("{text:?}"));
+    }
+
+    /// The error for a plugin that failed without an error object.
+    fn failure(&self, command: Command, output: &Output) -> Error {
+        let stdout = lossy(&output.stdout);
+        let stderr = lossy(&output.stderr);
+        let message = [stdout.trim(), stderr.trim()]
+            .into_iter()
+            .find(|text| !text.is_empty())
+            .map_or_else(|| "no message".to_owned(), |text| format!("{text:?}"));
         let name = command.name();
-        Err(Error::new(
+        Error::new(
             Code::INTERNAL,
             format!("plugin {:?} failed at {name}: {message}: {}", self.kind, output.status),
-        ))
+        )
     }
 
     fn output(&self, command: Command, call: &Call, conf: &[u8]) -> io::Result<Output> {

@@ -11,7 +11,7 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The age of a temporary file whose copy was killed.
+/// The age from which a temporary file belongs to a copy that was killed.
 const ABANDONED: Duration = Duration::from_secs(600);
 
 /// An error of [`install`]. The file at the destination is unchanged.
@@ -33,21 +33,21 @@ pub enum InstallError {
     },
 }
 
-/// Makes `destination` a durable copy of `source`, with its mode. Removes temporary files of killed
-/// copies to the same destination that are ten minutes old.
+/// Makes `destination` a durable copy of `source`, with its mode. Also removes the temporary files
+/// of killed copies to this destination, once they are ten minutes old.
 ///
 /// # Errors
-/// [`InstallError`]; the destination is then unchanged.
+/// A file cannot be read, written or renamed. The destination is then unchanged.
 ///
 /// # Blocking
-/// For the disk.
+/// Waits for the disk.
 pub fn install(source: &Path, destination: &Path) -> Result<(), InstallError> {
     let Some(name) = destination.file_name() else {
         return Err(InstallError::Destination(destination.to_owned()));
     };
-    let mut begin = OsString::from(".");
-    begin.push(name);
-    begin.push(".tmp");
+    let mut prefix = OsString::from(".");
+    prefix.push(name);
+    prefix.push(".tmp");
     let dir = destination
         .parent()
         .filter(|dir| !dir.as_os_str().is_empty())
@@ -60,21 +60,21 @@ pub fn install(source: &Path, destination: &Path) -> Result<(), InstallError> {
     let from = File::open(source).map_err(cannot("read", source))?;
     let mode = from.metadata().map_err(cannot("read", source))?.permissions().mode() & 0o7777;
     // First, because old temporary files may fill the disk.
-    sweep(dir, &begin);
-    let (temporary, to) = create(dir, &begin)?;
-    let copied = copy(from, to, mode).map_err(cannot("write", &temporary));
-    let named = copied
-        .and_then(|()| fs::rename(&temporary, destination).map_err(cannot("replace", destination)));
-    named.inspect_err(|_| {
-        // If this fails, the file wastes space until a later copy removes it.
-        let _ = fs::remove_file(&temporary);
-    })
+    remove_abandoned(dir, &prefix);
+    let (temporary, to) = create(dir, &prefix)?;
+    copy(from, to, mode)
+        .map_err(cannot("write", &temporary))
+        .and_then(|()| fs::rename(&temporary, destination).map_err(cannot("replace", destination)))
+        .inspect_err(|_| {
+            // If this fails, the file wastes space until a later copy removes it.
+            let _ = fs::remove_file(&temporary);
+        })
 }
 
 /// Creates a temporary file.
-fn create(dir: &Path, begin: &OsString) -> Result<(PathBuf, File), InstallError> {
+fn create(dir: &Path, prefix: &OsString) -> Result<(PathBuf, File), InstallError> {
     loop {
-        let mut name = begin.clone();
+        let mut name = prefix.clone();
         name.push(format!("{:016x}", RandomState::new().build_hasher().finish()));
         let path = dir.join(name);
         // Only its owner can open it before it is complete.
@@ -93,18 +93,19 @@ fn copy(mut from: File, mut to: File, mode: u32) -> io::Result<()> {
 }
 
 /// Removes temporary files of killed copies. Errors are ignored.
-fn sweep(dir: &Path, begin: &OsString) {
-    let is_old = |entry: &fs::DirEntry| {
-        let modified = entry.metadata().and_then(|file| file.modified());
-        modified.is_ok_and(|time| time.elapsed().is_ok_and(|age| age >= ABANDONED))
-    };
+fn remove_abandoned(dir: &Path, prefix: &OsString) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        let rest = name.as_encoded_bytes().strip_prefix(begin.as_encoded_bytes());
+        let rest = name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes());
         if rest.is_some_and(|rest| rest.iter().all(u8::is_ascii_hexdigit)) && is_old(&entry) {
             let _ = fs::remove_file(entry.path());
         }
     }
+}
+
+fn is_old(entry: &fs::DirEntry) -> bool {
+    let modified = entry.metadata().and_then(|file| file.modified());
+    modified.is_ok_and(|time| time.elapsed().is_ok_and(|age| age >= ABANDONED))
 }
 
 #[cfg(test)]
@@ -123,7 +124,8 @@ mod tests {
     #[test]
     fn a_copy_has_bytes_and_mode_of_its_source_and_replaces_the_old_file() {
         let dir = tempfile::tempdir().unwrap();
-        let (source, destination) = (dir.path().join("source"), dir.path().join("destination"));
+        let source = dir.path().join("source");
+        let destination = dir.path().join("destination");
         let bytes: Vec<u8> = (0..200_000_u32).flat_map(u32::to_le_bytes).collect();
         fs::write(&source, &bytes).unwrap();
         for mode in [0o755, 0o444, 0o4711] {
@@ -145,15 +147,11 @@ mod tests {
         std::os::unix::fs::symlink("target", &link).unwrap();
         let open = File::open(&target).unwrap();
         install(&source, &link).unwrap();
-        assert_eq!(
-            (fs::read(&link).unwrap(), fs::read(&target).unwrap()),
-            (b"new".into(), b"old".into())
-        );
+        assert_eq!(fs::read(&link).unwrap(), b"new");
+        assert_eq!(fs::read(&target).unwrap(), b"old");
         install(&source, &target).unwrap();
-        assert_eq!(
-            (fs::read(&target).unwrap(), io::read_to_string(open).unwrap()),
-            (b"new".into(), "old".into())
-        );
+        assert_eq!(fs::read(&target).unwrap(), b"new");
+        assert_eq!(io::read_to_string(open).unwrap(), "old");
     }
 
     #[test]

@@ -1,11 +1,21 @@
 #![doc = include_str!("../README.md")]
 
-mod config;
+/// The configs of the plugin and of the delegate, and flanneld's `subnet.env`.
+mod config {
+    pub(crate) mod delegate_conf;
+    pub(crate) mod net_conf;
+    pub(crate) mod subnet_env;
+}
 mod delegate;
 mod install;
 mod plugin;
-mod spec;
-mod state;
+mod saved;
+/// Types of the CNI specification: calls, versions and errors.
+mod spec {
+    pub(crate) mod call;
+    pub(crate) mod error;
+    pub(crate) mod version;
+}
 
 use std::io::{Read, Write};
 use std::process::ExitCode;
@@ -22,12 +32,12 @@ const MOST_INPUT: u64 = 4 << 20;
 /// The `main` of the plugin. Runs the call of this process and prints the result or error as JSON.
 ///
 /// # Blocking
-/// Until the delegate has ended.
+/// Waits until the delegate has ended.
 pub fn main() -> ExitCode {
     let answer = call_from_process().and_then(|call| match call {
         Some((call, stdin)) => run(&call, &stdin),
         None => {
-            // A person has started the plugin. A closed stderr is no error.
+            // A person has started the plugin. A closed stderr is not an error.
             let _ = std::io::stderr().write_all(about().as_bytes());
             Ok(Vec::new())
         }
@@ -47,13 +57,16 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// This process's call and stdin; `None` without `CNI_COMMAND`.
+/// This process's call and stdin, or `None` if there is no `CNI_COMMAND`.
 fn call_from_process() -> Result<Option<(Call, Vec<u8>)>> {
     let Some(call) = Call::from_env(|name| std::env::var_os(name))? else { return Ok(None) };
     let mut stdin = Vec::new();
     if call.command != Command::Version {
-        let read = std::io::stdin().lock().take(MOST_INPUT + 1).read_to_end(&mut stdin);
-        read.map_err(|error| Error::new(Code::IO, format!("error reading from stdin: {error}")))?;
+        std::io::stdin()
+            .lock()
+            .take(MOST_INPUT + 1)
+            .read_to_end(&mut stdin)
+            .map_err(|error| Error::new(Code::IO, format!("error reading from stdin: {error}")))?;
         if stdin.len() as u64 > MOST_INPUT {
             let msg = format!("the network config has more than {MOST_INPUT} bytes");
             return Err(Error::new(Code::DECODING, msg));
@@ -66,9 +79,10 @@ fn call_from_process() -> Result<Option<(Call, Vec<u8>)>> {
 ///
 /// **Source**: cni-plugin `flannel.go: main`, cni `pkg/skel: pluginMain`.
 fn about() -> String {
-    let (os, arch) = (std::env::consts::OS, spec::version::go_arch(std::env::consts::ARCH));
-    let (version, commit) =
-        (env!("CARGO_PKG_VERSION"), option_env!("FLANNEL_COMMIT").unwrap_or("unknown"));
+    let os = std::env::consts::OS;
+    let arch = spec::version::go_arch(std::env::consts::ARCH);
+    let version = env!("CARGO_PKG_VERSION");
+    let commit = option_env!("FLANNEL_COMMIT").unwrap_or("unknown");
     let versions: Vec<&str> = SpecVersion::ALL.iter().map(|version| version.as_str()).collect();
     format!(
         "CNI Plugin flannel version {version} ({os}/{arch}) commit {commit}\nCNI protocol versions \

@@ -4,7 +4,7 @@
 //! **Source**: CNI specification 1.1.0, sections 2 and 4; cni-plugin `flannel.go`.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
@@ -12,33 +12,37 @@ use crate::config::delegate_conf::DelegateConf;
 use crate::config::net_conf::{Attachment, NetConf, Object};
 use crate::config::subnet_env::SubnetEnv;
 use crate::delegate::Delegate;
+use crate::saved::{self, GoFile, SavedConf};
 use crate::spec::call::{Call, Command};
 use crate::spec::error::{Code, Error, Result};
 use crate::spec::version::SpecVersion;
-use crate::state::{self, State};
 
 /// Runs `call` with the network config `stdin`, and returns the text for stdout.
 ///
 /// # Errors
-/// Those of the specification for each command, and the delegate's errors unchanged.
+/// The errors that the specification defines for the command, and the delegate's errors unchanged.
 ///
 /// # Blocking
-/// Until the delegate has ended, and for the disk.
+/// Waits until the delegate has ended, and for the disk.
 pub fn run(call: &Call, stdin: &[u8]) -> Result<Vec<u8>> {
     if call.command == Command::Version {
         return Ok(SpecVersion::list().into_bytes());
     }
     let conf = NetConf::parse(stdin)?;
-    let nothing = |()| Vec::new();
-    let answer = state::check_dir(&conf.data_dir).and_then(|()| match call.command {
-        Command::Add => add(call, &conf),
-        Command::Del => del(call, &conf).map(nothing),
-        Command::Check => check(call, &conf).map(nothing),
-        Command::Status => status(call, &conf).map(nothing),
-        Command::Gc => gc(call, &conf).map(nothing),
-        Command::Version => unreachable!("answered above"),
-    });
-    answer.map_err(|error| error.with_version(conf.version))
+    run_with(call, &conf).map_err(|error| error.with_version(conf.version))
+}
+
+fn run_with(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
+    saved::check_dir(&conf.data_dir)?;
+    match call.command {
+        Command::Add => return add(call, conf),
+        Command::Del => del(call, conf)?,
+        Command::Check => check(call, conf)?,
+        Command::Status => status(call, conf)?,
+        Command::Gc => gc(call, conf)?,
+        Command::Version => unreachable!("answered by the caller"),
+    }
+    Ok(Vec::new())
 }
 
 fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
@@ -52,17 +56,18 @@ fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
         String::from_utf8_lossy(&bytes)
     ));
 
-    let state = State::new(&conf.data_dir, &call.container, &call.ifname);
-    let (earlier, attached) = (state.load_own()?, state.load(&conf.name)?.is_some());
-    state.save(&bytes)?;
-    let answer =
+    let saved = SavedConf::new(&conf.data_dir, &call.container, &call.ifname);
+    let earlier = saved.load_own()?;
+    let is_attached = saved.load(&conf.name)?.is_some();
+    saved.save(&bytes)?;
+    let added =
         delegate.run(Command::Add, call, &bytes).and_then(|answer| result(answer, &delegate_conf));
-    let Err(error) = answer else { return answer };
+    let Err(error) = added else { return added };
     // If an earlier ADD had no DEL yet, this call must not undo that ADD.
     let undone = match earlier {
-        Some(earlier) => state.save(&earlier),
-        None if attached => state.forget(),
-        None => delegate.run(Command::Del, call, &bytes).and_then(|_| state.forget()),
+        Some(earlier) => saved.save(&earlier),
+        None if is_attached => saved.forget(),
+        None => delegate.run(Command::Del, call, &bytes).and_then(|_| saved.forget()),
     };
     Err(match undone {
         Ok(()) => error,
@@ -70,16 +75,16 @@ fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
     })
 }
 
-/// A delegate's result of ADD. If it has no version, the config's is added.
+/// A delegate's result of ADD. If it has no version, it gets the version of the config.
 ///
 /// **Source**: cni `pkg/invoke: fixupResultVersion`.
 fn result(answer: Vec<u8>, conf: &DelegateConf) -> Result<Vec<u8>> {
-    let parsed: Result<Option<Object>, _> = serde_json::from_slice(&answer);
-    let mut fields = parsed.map(Option::unwrap_or_default).map_err(|error| {
+    let parsed: Option<Object> = serde_json::from_slice(&answer).map_err(|error| {
         let text = String::from_utf8_lossy(&answer).into_owned();
         let msg = format!("plugin {:?} answered {text:?} to ADD: {error}", conf.kind());
         Error::new(Code::DECODING, msg)
     })?;
+    let mut fields = parsed.unwrap_or_default();
     if fields.get("cniVersion").and_then(Value::as_str).is_some_and(|version| !version.is_empty()) {
         return Ok(answer);
     }
@@ -95,27 +100,36 @@ fn del(call: &Call, conf: &NetConf) -> Result<()> {
         call.netns.clear();
     }
     let call = &call;
-    let state = State::new(&conf.data_dir, &call.container, &call.ifname);
-    let Some(saved) = state.load(&conf.name)? else { return Ok(()) };
-    let Some((delegate_conf, saved)) = usable(saved, &state.path(), conf) else { return Ok(()) };
-    let delegate = Delegate::find(delegate_conf.kind(), call)?;
+    let saved = SavedConf::new(&conf.data_dir, &call.container, &call.ifname);
+    let Some(text) = saved.load(&conf.name)? else { return Ok(()) };
+    let Some(usable) = usable(text, &saved.path(), conf) else { return Ok(()) };
+    let delegate = Delegate::find(usable.conf.kind(), call)?;
     // The delegate understands the saved version. The result has the config's version.
     let bytes = match &conf.prev_result {
-        Some(result) if delegate_conf.version() == conf.version.as_str() => {
-            delegate_conf.with("prevResult", Value::Object(result.clone())).to_bytes()
+        Some(result) if usable.conf.version() == conf.version.as_str() => {
+            usable.conf.with("prevResult", Value::Object(result.clone())).to_bytes()
         }
-        _ => saved,
+        _ => usable.text,
     };
     delegate.run(Command::Del, call, &bytes)?;
-    state.forget()
+    saved.forget()
 }
 
-/// The delegate's config in `file`, and its text. If `saved` is damaged, as after a crash of the Go
-/// plugin, the config that ADD would use now releases the same addresses. `None` without one: an
-/// error would make the runtime retry for ever.
-fn usable(saved: Vec<u8>, file: &Path, conf: &NetConf) -> Option<(DelegateConf, Vec<u8>)> {
-    if let Some(delegate_conf) = DelegateConf::from_saved(&saved) {
-        return Some((delegate_conf, saved));
+/// A delegate's config with which an ADD is undone.
+struct UsableConf {
+    conf: DelegateConf,
+    text: Vec<u8>,
+    /// It was not saved: the saved one is damaged.
+    is_current: bool,
+}
+
+/// The config that undoes the ADD whose saved config is `text` in `file`. If the file is damaged,
+/// as after a crash of the Go plugin, the config that ADD would use now releases the same
+/// addresses. Returns `None` if there is no such config either, because an error would make the
+/// runtime retry for ever.
+fn usable(text: Vec<u8>, file: &Path, conf: &NetConf) -> Option<UsableConf> {
+    if let Some(conf) = DelegateConf::from_saved(&text) {
+        return Some(UsableConf { conf, text, is_current: false });
     }
     let file = file.display();
     let current = SubnetEnv::read(&conf.subnet_file).and_then(|env| DelegateConf::new(conf, &env));
@@ -123,7 +137,7 @@ fn usable(saved: Vec<u8>, file: &Path, conf: &NetConf) -> Option<(DelegateConf, 
         Ok(current) => {
             log(&format!("{file} is damaged: its ADD is undone with the current network config"));
             let text = current.to_bytes();
-            Some((current, text))
+            Some(UsableConf { conf: current, text, is_current: true })
         }
         Err(error) => {
             log(&format!("{file} is damaged: its ADD is not undone: {error}"));
@@ -134,14 +148,14 @@ fn usable(saved: Vec<u8>, file: &Path, conf: &NetConf) -> Option<(DelegateConf, 
 
 fn check(call: &Call, conf: &NetConf) -> Result<()> {
     conf.require(SpecVersion::WITH_CHECK, "CHECK")?;
-    let state = State::new(&conf.data_dir, &call.container, &call.ifname);
-    let saved = state.load(&conf.name)?.ok_or_else(|| {
+    let saved = SavedConf::new(&conf.data_dir, &call.container, &call.ifname);
+    let text = saved.load(&conf.name)?.ok_or_else(|| {
         let msg = format!("interface {} of container {} is unknown", call.ifname, call.container);
         Error::new(Code::UNKNOWN_CONTAINER, msg)
-            .with_details(&format!("{} is not there", state.path().display()))
+            .with_details(&format!("{} is not there", saved.path().display()))
     })?;
-    let delegate_conf = DelegateConf::from_saved(&saved).ok_or_else(|| {
-        let path = state.path();
+    let delegate_conf = DelegateConf::from_saved(&text).ok_or_else(|| {
+        let path = saved.path();
         Error::new(Code::DECODING, format!("{} is not the config of a plugin", path.display()))
     })?;
     let delegate = Delegate::find(delegate_conf.kind(), call)?;
@@ -153,8 +167,9 @@ fn check(call: &Call, conf: &NetConf) -> Result<()> {
     delegate.run(Command::Check, call, &delegate_conf.to_bytes()).map(drop)
 }
 
-/// Adds to routes without a gateway that of their family's address, as the specification defines
-/// them. Without it, `bridge` and others look for a route without a gateway at CHECK.
+/// Adds a gateway to each route that has none. It is the gateway of the first address of the
+/// route's family, as the specification defines it. Without it, `bridge` and others look for a
+/// route without a gateway at CHECK.
 ///
 /// **Source**: CNI specification, section 5 (`gw`); plugins `pkg/ip: ValidateExpectedRoute`,
 /// `pkg/ipam: ConfigureIface`.
@@ -163,10 +178,10 @@ fn with_gateways(result: &Object) -> Value {
     let is_v6 = |object: &Value, key: &str| Some(object.get(key)?.as_str()?.contains(':'));
     let ips = result.get("ips").and_then(Value::as_array).cloned().unwrap_or_default();
     for route in result.get_mut("routes").and_then(Value::as_array_mut).into_iter().flatten() {
-        let of_family =
-            |ip: &&Value| is_v6(ip, "gateway").is_some_and(|v6| is_v6(route, "dst") == Some(v6));
-        let gateway = ips.iter().find(of_family).map(|ip| ip["gateway"].clone());
-        if let (Some(gateway), Some(fields)) = (gateway, route.as_object_mut())
+        let Some(family) = is_v6(route, "dst") else { continue };
+        let ip = ips.iter().find(|ip| is_v6(ip, "gateway") == Some(family));
+        if let Some(gateway) = ip.map(|ip| ip["gateway"].clone())
+            && let Some(fields) = route.as_object_mut()
             && fields.get("gw").is_none_or(Value::is_null)
         {
             fields.insert("gw".into(), gateway);
@@ -193,26 +208,21 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
             "network config: cni.dev/valid-attachments is missing: GC would remove everything";
         return Err(Error::new(Code::NETWORK_CONFIG, msg));
     };
-    let listing = state::list(&conf.data_dir)?;
+    let files = saved::list(&conf.data_dir)?;
     let mut errors = Vec::new();
-    for state in &listing.states {
-        let is_of =
-            |known: &Attachment| known.container == state.container && known.ifname == state.ifname;
-        if !valid.iter().any(is_of) {
-            let names = |_: &DelegateConf| vec![state.ifname.clone()];
-            let forget = || state.forget();
-            let undone = undo(&state.path(), &state.container, names, (call, conf), forget);
-            errors.extend(undone.err());
+    for saved in &files.own {
+        let is_valid = valid
+            .iter()
+            .any(|known| known.container == saved.container && known.ifname == saved.ifname);
+        if !is_valid {
+            errors.extend(undo(StaleFile::Own(saved), call, conf).err());
         }
     }
-    for of_go in &listing.of_go {
-        if !valid.iter().any(|known| known.container == of_go.container) {
-            // The Go plugin's file does not name the interface. The delegate's GC is not enough: a
-            // delegate without GC succeeds and keeps the address.
-            let names = |saved: &DelegateConf| saved.interfaces(&of_go.container);
-            let forget = || state::remove(&of_go.path);
-            let undone = undo(&of_go.path, &of_go.container, names, (call, conf), forget);
-            errors.extend(undone.err());
+    for file in &files.of_go {
+        if !valid.iter().any(|known| known.container == file.container) {
+            // The delegate's GC is not enough: a delegate without GC succeeds and keeps the
+            // address.
+            errors.extend(undo(StaleFile::OfGo(file), call, conf).err());
         }
     }
     errors.extend(collect_garbage(valid, call, conf).err());
@@ -221,27 +231,60 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
     Err(errors.fold(first, |all, error| all.with_details(&error.to_string())))
 }
 
-/// Calls DEL for the interfaces `names` of a container that is gone, with the config in `file`, and
-/// then `forget`. Skips other networks. A damaged file stays, because it may be of another network.
-fn undo(
-    file: &Path,
-    container: &str,
-    names: impl FnOnce(&DelegateConf) -> Vec<String>,
-    (call, conf): (&Call, &NetConf),
-    forget: impl FnOnce() -> Result<()>,
-) -> Result<()> {
-    let Some(saved) = state::read(file)? else { return Ok(()) };
-    let is_whole = DelegateConf::from_saved(&saved).is_some();
-    let Some((delegate_conf, saved)) = usable(saved, file, conf) else { return Ok(()) };
-    if delegate_conf.network() != conf.name {
+/// A file with the config of a container that is gone.
+#[derive(Clone, Copy)]
+enum StaleFile<'a> {
+    Own(&'a SavedConf),
+    /// The Go plugin's file does not name the interface.
+    OfGo(&'a GoFile),
+}
+
+impl StaleFile<'_> {
+    fn path(self) -> PathBuf {
+        match self {
+            Self::Own(saved) => saved.path(),
+            Self::OfGo(file) => file.path.clone(),
+        }
+    }
+
+    fn container(self) -> String {
+        match self {
+            Self::Own(saved) => saved.container.clone(),
+            Self::OfGo(file) => file.container.clone(),
+        }
+    }
+
+    /// The names of the interfaces that the delegate has made with this config.
+    fn interfaces(self, conf: &DelegateConf) -> Vec<String> {
+        match self {
+            Self::Own(saved) => vec![saved.ifname.clone()],
+            Self::OfGo(file) => conf.interfaces(&file.container),
+        }
+    }
+
+    fn remove(self) -> Result<()> {
+        match self {
+            Self::Own(saved) => saved.forget(),
+            Self::OfGo(file) => saved::remove(&file.path),
+        }
+    }
+}
+
+/// Calls DEL for the interfaces of a container that is gone, and removes its file. Skips files of
+/// other networks. A damaged file stays, because it may be of another network.
+fn undo(file: StaleFile<'_>, call: &Call, conf: &NetConf) -> Result<()> {
+    let path = file.path();
+    let Some(text) = saved::read(&path)? else { return Ok(()) };
+    let Some(usable) = usable(text, &path, conf) else { return Ok(()) };
+    if usable.conf.network() != conf.name {
         return Ok(());
     }
-    for ifname in names(&delegate_conf) {
-        let container = container.to_owned();
+    for ifname in file.interfaces(&usable.conf) {
+        let container = file.container();
         let call = Call { container, ifname, netns: String::new(), ..call.clone() };
-        Delegate::find(delegate_conf.kind(), &call)?.run(Command::Del, &call, &saved)?;
+        Delegate::find(usable.conf.kind(), &call)?.run(Command::Del, &call, &usable.text)?;
     }
-    if is_whole { forget() } else { Ok(()) }
+    if usable.is_current { Ok(()) } else { file.remove() }
 }
 
 /// Calls the delegate's GC.
@@ -255,7 +298,7 @@ fn collect_garbage(valid: &[Attachment], call: &Call, conf: &NetConf) -> Result<
         .map(drop)
 }
 
-/// Writes a line to stderr, which runtimes log. A closed stderr is no error.
+/// Writes a line to stderr, which runtimes log. A closed stderr is not an error.
 fn log(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
@@ -265,7 +308,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn routes_without_a_gateway_get_that_of_their_family() {
+    fn routes_without_a_gateway_get_the_gateway_of_their_family() {
         let result = json!({
             "ips": [
                 { "address": "10.1.5.2/24" },

@@ -54,15 +54,15 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// The `Type` in the network config, in lower case.
     fn kind(&self) -> &'static str;
 
-    /// The backend type in the leases of its nodes; empty for flannel's `udp` and `alloc`. It must
-    /// equal [`Offer::kind`] and [`Blueprint::lease_type`] of the same backend.
+    /// The backend type in the leases of its nodes; empty for flannel's `udp` and `alloc`.
+    /// `flannel_route::Host` writes it into [`Offer::kind`] and [`Blueprint::lease_type`].
     fn lease_type(&self) -> &'static str {
         self.kind()
     }
 
     /// Whether its network can run on a node beside that of another backend, while a cluster moves
-    /// from one to the other. Return `false` if [`prepare`](Self::prepare) builds a network that
-    /// runs itself ([`Built::Custom`]).
+    /// from one to the other. Return `false` if [`prepare`](Self::prepare) returns a
+    /// [`Build::Network`].
     fn can_move(&self) -> bool {
         !self.lease_type().is_empty()
     }
@@ -102,11 +102,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     }
 
     /// Checks that the network can run on this node, and chooses the attributes that the node
-    /// publishes in its lease. Calls [`Backend::validate`] itself. Writes no kernel object.
+    /// publishes in its lease. Writes no kernel object. `flannel_route::Host` calls it only after
+    /// [`Backend::validate`] accepted the config with the interface of `node`.
     ///
     /// # Errors
-    /// Those of [`Backend::validate`]. The backend cannot run on this host. The kernel, the secrets
-    /// or the store cannot be read.
+    /// The backend cannot run on this host. The kernel, the secrets or the store cannot be read.
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared>;
 }
 
@@ -204,30 +204,82 @@ impl<'a> Node<'a> {
     }
 }
 
-/// Builds a network for the node's lease. It is called once the node has the lease.
-pub type Build = Box<dyn FnOnce(&NodeLease) -> Result<Built> + Send>;
+/// Describes a network of kernel objects for the node's lease.
+pub type BuildBlueprint = Box<dyn FnOnce(&NodeLease) -> Result<Blueprint> + Send>;
+
+/// Builds a network that runs itself, for the node's lease.
+pub type BuildNetwork = Box<dyn FnOnce(&NodeLease) -> Result<Box<dyn Network>> + Send>;
+
+/// A function that is called once the node has its lease. The enum is exhaustive, because a host
+/// must know each variant.
+///
+/// There are two variants because this crate does not contain the route engine: only a host can
+/// make a [`Network`] of a [`Blueprint`].
+pub enum Build {
+    /// The route engine runs the network.
+    Blueprint(BuildBlueprint),
+    /// The network runs itself. It does not run beside another one: [`Backend::can_move`] returns
+    /// `false`.
+    Network(BuildNetwork),
+}
 
 /// A network that can be built when this node has a lease.
 pub struct Prepared {
-    /// How other nodes reach this one. It is published in the lease.
+    /// How other nodes reach this one. It is published in the lease. `flannel_route::Host` fills in
+    /// [`Offer::kind`].
     pub offer: Offer,
     /// Builds the network for that lease.
     pub build: Build,
 }
 
 impl Prepared {
-    /// A network that `build` builds for a lease with this `offer`.
+    /// A network of the kernel objects that `build` describes for a lease with this `offer`.
     pub fn new(
         offer: Offer,
-        build: impl FnOnce(&NodeLease) -> Result<Built> + Send + 'static,
+        build: impl FnOnce(&NodeLease) -> Result<Blueprint> + Send + 'static,
     ) -> Self {
-        Self { offer, build: Box::new(build) }
+        Self { offer, build: Build::Blueprint(Box::new(build)) }
+    }
+
+    /// A network that runs itself, which `build` makes for a lease with this `offer`.
+    pub fn with_network(
+        offer: Offer,
+        build: impl FnOnce(&NodeLease) -> Result<Box<dyn Network>> + Send + 'static,
+    ) -> Self {
+        Self { offer, build: Build::Network(Box::new(build)) }
+    }
+
+    /// Changes the blueprint with `change` after it was built. A network that runs itself stays as
+    /// it is.
+    #[must_use]
+    pub fn map_blueprint(
+        self,
+        change: impl FnOnce(Blueprint, &NodeLease) -> Blueprint + Send + 'static,
+    ) -> Self {
+        let Self { offer, build } = self;
+        match build {
+            Build::Blueprint(build) => Self::new(offer, move |lease| {
+                let blueprint = build(lease)?;
+                Ok(change(blueprint, lease))
+            }),
+            build @ Build::Network(_) => Self { offer, build },
+        }
     }
 }
 
 impl fmt::Debug for Prepared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Prepared").field("offer", &self.offer).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Build {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self {
+            Self::Blueprint(_) => "Blueprint",
+            Self::Network(_) => "Network",
+        };
+        f.debug_tuple(name).finish_non_exhaustive()
     }
 }
 
@@ -268,13 +320,4 @@ impl NodeLease {
         }
         base
     }
-}
-
-/// A network that was built for a lease. The enum is exhaustive: a host must know each variant.
-#[derive(Debug)]
-pub enum Built {
-    /// A network of kernel objects, which the route engine runs.
-    Kernel(Blueprint),
-    /// A network that runs itself.
-    Custom(Box<dyn Network>),
 }

@@ -8,25 +8,37 @@ use async_trait::async_trait;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::error::Result;
-use crate::lease::{Lease, LeaseSet, Subnets};
+use crate::lease::{Lease, LeaseSet, Subnets, View};
 use crate::status::{Explanation, Listing, Rejection, Status, Waiting};
 
-/// A network that runs itself, without the route engine. A network of kernel objects is a
-/// [blueprint](crate::backend::Blueprint) instead.
+/// A network that runs on this host.
+///
+/// `flannel_route::KernelNetwork` keeps kernel objects in place, as [blueprints] describe them. A
+/// backend can also build a network that runs itself ([`Build::Network`]). A program runs both in
+/// the same way.
+///
+/// [blueprints]: crate::backend::Blueprint
+/// [`Build::Network`]: crate::backend::Build::Network
 #[doc = include_str!("../docs/network.md")]
 #[async_trait]
 pub trait Network: fmt::Debug + Send {
     /// A handle that outlives [`Network::run`].
     fn handle(&self) -> NetworkHandle;
 
-    /// Keeps the accepted peers reachable until one of the reasons in [`Ended`]. Renews no lease.
+    /// Keeps the peers in `views` reachable until one of the reasons in [`Ended`]. Renews no lease.
+    ///
+    /// The caller passes the receiver of [`SubnetManager::watch_leases`], with the leases of all
+    /// nodes. `flannel_route::Host` gives a network that a backend built itself only the accepted
+    /// leases of peers, so that the network need not check them.
     ///
     /// # Errors
     /// The network cannot go on, and another run of the same network cannot help.
     ///
     /// # Cancel safety
-    /// Dropping the future stops the network. Connections that it made may stay.
-    async fn run(self: Box<Self>, peers: watch::Receiver<AcceptedPeers>) -> Result<Ended>;
+    /// Dropping the future stops the network. Connections and kernel objects that it made may stay.
+    ///
+    /// [`SubnetManager::watch_leases`]: crate::SubnetManager::watch_leases
+    async fn run(self: Box<Self>, views: watch::Receiver<View>) -> Result<Ended>;
 }
 
 /// The peers whose leases this node accepts. A clone is O(1).
@@ -66,10 +78,7 @@ impl AcceptedPeers {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ended {
-    /// A value that the network was built from has changed. The text is the reason. Choose the
-    /// external interface and build the network again. Only networks that run themselves return it.
-    Rebuild(String),
-    /// The sender of the leases was dropped.
+    /// The sender of the views was dropped.
     ViewsClosed,
 }
 
@@ -134,8 +143,8 @@ impl NetworkHandle {
     /// The accepted peers of the latest `status`. A change of `status` announces newer ones.
     pub fn accepted_peers(&self) -> AcceptedPeers {
         let status = Arc::clone(&self.status.borrow());
-        let (leases, rejected) = (status.leases.clone(), status.rejected.clone());
-        AcceptedPeers::new(leases, rejected, Some(self.lease.subnets), status.live)
+        let own = Some(self.lease.subnets);
+        AcceptedPeers::new(status.leases.clone(), status.rejected.clone(), own, status.live)
     }
 
     /// The peer whose subnet contains `address`, and its objects. An accepted peer comes before

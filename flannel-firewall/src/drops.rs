@@ -37,11 +37,11 @@ pub struct ForwardDrop {
     pub table: String,
     /// The name of the chain.
     pub chain: String,
-    /// It is in the kernel's legacy tables, which only `iptables-legacy` shows.
+    /// Whether it is in the kernel's legacy tables, which only `iptables-legacy` shows.
     pub legacy: bool,
-    /// The policy does not concern pods, because rules before it accept packets from and to the pod
-    /// network: flannel's forward rules in the same table, or rules of the chain itself. Jumps to
-    /// other chains are not followed.
+    /// Whether rules before the policy accept packets from and to the pod network: flannel's
+    /// forward rules in the same table, or rules of the chain itself. Jumps to other chains are not
+    /// followed.
     pub accepts_pods: bool,
     /// The age of this information. It is 0 except for legacy tables from a [`LegacyMemory`].
     pub age: Duration,
@@ -51,10 +51,12 @@ pub struct ForwardDrop {
 impl fmt::Display for ForwardDrop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "chain {} of table {}", self.chain, self.table)?;
-        match (self.legacy, self.age.as_secs()) {
-            (false, _) => Ok(()),
-            (true, 0) => f.write_str(" (iptables-legacy)"),
-            (true, age) => write!(f, " (iptables-legacy, {age} s ago)"),
+        if !self.legacy {
+            return Ok(());
+        }
+        match self.age.as_secs() {
+            0 => f.write_str(" (iptables-legacy)"),
+            age => write!(f, " (iptables-legacy, {age} s ago)"),
         }
     }
 }
@@ -80,7 +82,7 @@ struct Saved {
 }
 
 impl LegacyMemory {
-    /// A cache whose entries are valid for `keep`; zero caches nothing.
+    /// A cache whose entries are valid for `keep`. If `keep` is zero, nothing is cached.
     pub fn new(keep: Duration) -> Self {
         Self { keep, saved: Mutex::default() }
     }
@@ -91,24 +93,23 @@ impl LegacyMemory {
     /// The call can be dropped: it forgets everything or nothing.
     pub async fn forget(&self) {
         let mut saved = self.saved.lock().await;
-        let known =
-            |family: Family| saved[family].clone().filter(|saved| saved.at.elapsed() < MIN_AGE);
-        *saved = Dual::from_fn(known);
+        for family in Family::BOTH {
+            saved[family].take_if(|saved| saved.at.elapsed() >= MIN_AGE);
+        }
     }
 
     /// The output and its age. Simultaneous calls share one process.
     async fn save(&self, programs: &Programs, family: Family) -> Result<(Duration, String), Error> {
         let mut saved = self.saved.lock().await;
-        let fresh = |saved: &&Saved| saved.at.elapsed() < self.keep;
-        let (age, output) = match saved[family].as_ref().filter(fresh) {
-            Some(known) => (known.at.elapsed(), known.output.clone()),
-            None => {
-                let output = run_save(programs, family).await.map_err(Arc::new);
-                saved[family] = Some(Saved { at: Instant::now(), output: output.clone() });
-                (Duration::ZERO, output)
-            }
-        };
-        output.map(|text| (age, text)).map_err(Error::Again)
+        if let Some(known) = &saved[family]
+            && known.at.elapsed() < self.keep
+        {
+            let output = known.output.clone().map_err(Error::Again)?;
+            return Ok((known.at.elapsed(), output));
+        }
+        let output = run_save(programs, family).await.map_err(Arc::new);
+        saved[family] = Some(Saved { at: Instant::now(), output: output.clone() });
+        Ok((Duration::ZERO, output.map_err(Error::Again)?))
     }
 }
 
@@ -131,8 +132,9 @@ pub struct ForwardDrops {
     pub unread: Vec<Error>,
 }
 
-/// Each chain in the network namespace of the runtime's threads that drops forwarded packets by
-/// policy, and whether rules accept packets of the pod networks `networks` before.
+/// Finds the chains that drop forwarded packets by policy, in the network namespace of the
+/// runtime's threads. Tells for each whether its rules accept the packets of the pod networks
+/// `networks` before.
 ///
 /// A program is run only if the kernel has a legacy table `filter` that is not in `memory`.
 ///
@@ -167,48 +169,78 @@ pub async fn forward_drops(
 fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     let about = |error| Error::kernel("nftables", error);
     let mut socket = NetfilterSocket::open().map_err(about)?;
-    let ours: Vec<_> = script::forward_chains().collect();
     let mut found = Vec::new();
-    for (of, families) in FAMILIES {
-        let chains = ChainHead::all(&mut socket, of).map_err(about)?;
-        let is_ours = |table: &str| {
-            chains.iter().any(|it| it.table == table && ours.contains(&(table, it.name.as_str())))
-        };
-        let drops = |chain: &&ChainHead| {
-            let base = chain.base.as_ref();
-            base.is_some_and(|base| (base.hook, base.policy) == (hook::FORWARD, verdict::DROP))
-        };
-        for ChainHead { table, name: chain, .. } in chains.iter().filter(drops) {
-            let place = Table { family: of, name: table };
-            let rules = place.rules(&mut socket).map_err(about)?;
-            let in_chain = || rules.iter().filter(|(of, _)| of == chain).map(|(_, rule)| rule);
-            found.extend(families.iter().map(|family| ForwardDrop {
-                family: *family,
-                table: format!("{of} {table}"),
-                chain: chain.clone(),
-                legacy: false,
-                accepts_pods: (of != TableFamily::Inet && is_ours(table))
-                    || networks[*family].is_some_and(|network| accept(in_chain(), network)),
-                age: Duration::ZERO,
-            }));
+    for (table_family, families) in FAMILIES {
+        let chains = ChainHead::all(&mut socket, table_family).map_err(about)?;
+        for chain in chains.iter().filter(|chain| drops_forwarded(chain)) {
+            let table = Table { family: table_family, name: &chain.table };
+            let rules: Vec<Vec<Expr>> = table
+                .rules(&mut socket)
+                .map_err(about)?
+                .into_iter()
+                .filter(|(name, _)| *name == chain.name)
+                .map(|(_, rule)| rule)
+                .collect();
+            // flannel has its forward rules of iptables in tables of one family.
+            let has_our_rules =
+                table_family != TableFamily::Inet && has_our_forward_chain(&chains, &chain.table);
+            for family in families {
+                let accepts_pods = has_our_rules
+                    || networks[*family].is_some_and(|network| accept(&rules, network));
+                found.push(ForwardDrop {
+                    family: *family,
+                    table: format!("{table_family} {}", chain.table),
+                    chain: chain.name.clone(),
+                    legacy: false,
+                    accepts_pods,
+                    age: Duration::ZERO,
+                });
+            }
         }
     }
     Ok(found)
 }
 
-/// Whether the rules accept all packets from the network, and all packets to it.
-fn accept<'a>(rules: impl Iterator<Item = &'a Vec<Expr>>, network: Subnet) -> bool {
-    let sides: Vec<Option<bool>> = rules.filter_map(|rule| accepted_side(rule, network)).collect();
-    let accepts = |source| sides.iter().any(|side| side.is_none_or(|side| side == source));
-    accepts(true) && accepts(false)
+/// Whether the chain drops forwarded packets by policy.
+fn drops_forwarded(chain: &ChainHead) -> bool {
+    chain
+        .base
+        .as_ref()
+        .is_some_and(|base| base.hook == hook::FORWARD && base.policy == verdict::DROP)
 }
 
-/// The condition of a rule that accepts all packets from the network (`Some(true)`), to it
-/// (`Some(false)`), or without a condition on addresses (inner `None`). `None` for other rules.
-fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
+/// Whether the table has one of flannel's forward chains of iptables.
+fn has_our_forward_chain(chains: &[ChainHead], table: &str) -> bool {
+    script::forward_chains().any(|(of, name)| {
+        of == table && chains.iter().any(|chain| chain.table == table && chain.name == name)
+    })
+}
+
+/// Whether the rules accept all packets from the network, and all packets to it.
+fn accept(rules: &[Vec<Expr>], network: Subnet) -> bool {
+    let accepted: Vec<Accepted> =
+        rules.iter().filter_map(|rule| accepted_by(rule, network)).collect();
+    let accepts = |wanted| accepted.iter().any(|it| *it == wanted || *it == Accepted::All);
+    accepts(Accepted::From) && accepts(Accepted::To)
+}
+
+/// The packets that a rule accepts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Accepted {
+    /// All packets from the pod network.
+    From,
+    /// All packets to the pod network.
+    To,
+    /// All packets of the family.
+    All,
+}
+
+/// The packets that a rule accepts. `None` if it has other conditions, or does not accept.
+fn accepted_by(rule: &[Expr], network: Subnet) -> Option<Accepted> {
     let family = network.family();
+    // The offsets of the addresses in the IP header.
     let (source, destination) = if family == Family::V4 { (12, 16) } else { (8, 24) };
-    let mut side = None;
+    let mut accepted = Accepted::All;
     let mut exprs = rule.iter().peekable();
     while let Some(expr) = exprs.next() {
         match expr {
@@ -220,7 +252,7 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
                 _ => return None,
             },
             Expr::Header { offset, len }
-                if [source, destination].contains(offset) && side.is_none() =>
+                if [source, destination].contains(offset) && accepted == Accepted::All =>
             {
                 let mask = exprs.next_if(|expr| matches!(expr, Expr::Mask(_)));
                 let Expr::Compare { equal: true, value } = exprs.next()? else { return None };
@@ -234,38 +266,44 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
                     Family::V4 => <[u8; 4]>::try_from(octets).ok()?.into(),
                     Family::V6 => <[u8; 16]>::try_from(octets).ok()?.into(),
                 };
-                Subnet::new(base, u8::try_from(bits).ok()?)
-                    .filter(|subnet| subnet.covers(&network))?;
-                side = Some(*offset == source);
+                if !Subnet::new(base, u8::try_from(bits).ok()?)?.covers(&network) {
+                    return None;
+                }
+                accepted = if *offset == source { Accepted::From } else { Accepted::To };
             }
-            Expr::Verdict(verdict::ACCEPT) => return Some(side),
+            Expr::Verdict(verdict::ACCEPT) => return Some(accepted),
             _ => return None,
         }
     }
     None
 }
 
-/// The chain `FORWARD` in the output of `iptables-legacy-save`; `None` if it does not drop.
+/// The chain `FORWARD` in the output of `iptables-legacy-save`, or `None` if it does not drop.
 fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<ForwardDrop> {
-    let filter =
-        saved.lines().skip_while(|line| *line != "*filter").take_while(|line| *line != "COMMIT");
-    let filter: Vec<&str> = filter.collect();
-    let chains: Vec<&str> = filter.iter().filter_map(|line| line.strip_prefix(':')).collect();
-    let accepted = |side| {
-        filter.iter().any(|line| {
-            Some(*line) == network.map(|n| format!("-A FORWARD {side} {n} -j ACCEPT")).as_deref()
+    let filter: Vec<&str> = saved
+        .lines()
+        .skip_while(|line| *line != "*filter")
+        .take_while(|line| *line != "COMMIT")
+        .collect();
+    if !filter.iter().any(|line| line.starts_with(":FORWARD DROP ")) {
+        return None;
+    }
+    let has_our_rules = script::forward_chains().any(|(table, chain)| {
+        let start = format!(":{chain} ");
+        table == "filter" && filter.iter().any(|line| line.starts_with(&start))
+    });
+    let accepts = |side: &str| {
+        network.is_some_and(|network| {
+            let rule = format!("-A FORWARD {side} {network} -j ACCEPT");
+            filter.contains(&rule.as_str())
         })
     };
-    let drops = chains.iter().any(|chain| chain.starts_with("FORWARD DROP "));
-    let ours = |name: &str| chains.iter().any(|chain| chain.split(' ').next() == Some(name));
-    drops.then(|| ForwardDrop {
+    Some(ForwardDrop {
         family,
         table: format!("{} filter", if family == Family::V4 { "ip" } else { "ip6" }),
         chain: "FORWARD".to_owned(),
         legacy: true,
-        accepts_pods: script::forward_chains()
-            .any(|(table, chain)| table == "filter" && ours(chain))
-            || (accepted("-s") && accepted("-d")),
+        accepts_pods: has_our_rules || (accepts("-s") && accepts("-d")),
         age: Duration::ZERO,
     })
 }

@@ -195,12 +195,15 @@ pub(crate) fn lacks_nftables(error: &KernelError) -> bool {
     matches!(error.errno(), Some(ENOENT | EINVAL | EPROTONOSUPPORT | EOPNOTSUPP))
 }
 
-/// Whether the process lacks CAP_NET_ADMIN (bit 12) or CAP_NET_RAW (bit 13); false if unreadable.
+/// Whether the process lacks CAP_NET_ADMIN (bit 12) or CAP_NET_RAW (bit 13). False if that cannot
+/// be read.
 fn lacks_privilege() -> bool {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let effective = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
-    effective.is_some_and(|bits| bits >> 12 & 0b11 != 0b11)
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+        .is_some_and(|effective| effective >> 12 & 0b11 != 0b11)
 }
 
 #[cfg(test)]

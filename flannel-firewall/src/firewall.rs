@@ -17,25 +17,25 @@ use crate::iptables::program::Programs;
 use crate::iptables::script::Scope;
 use crate::nft::{self, Nft};
 use crate::rules::{RuleOptions, Rules};
-use crate::status::{Cleanup, Contest, Deviation, Failure, Fault, Repair, Status, log_left};
+use crate::status::{Check, Cleanup, Contest, Failure, Fault, Repair, Status, log_left};
 
 /// The largest number of checks between two attempts to remove leftover rules of the other mode.
 const RARELY: u64 = 720;
-/// The shortest period, and the shortest time between a check and the next one after a change.
+/// The shortest period of checks, and the shortest pause after a check in nftables mode.
 const SHORTEST: Duration = Duration::from_millis(10);
-/// The same after a change in iptables mode, in which a check starts processes.
+/// The shortest pause after a check in iptables mode, in which a check starts processes.
 const SHORTEST_OF_PROGRAMS: Duration = Duration::from_millis(250);
-/// The same while another program insists on the place of a jump.
+/// The pause after a check while another program insists on the place of a jump.
 const CONTESTED: Duration = Duration::from_secs(5);
 
-/// The place of the rules.
+/// Where the rules are, and how they are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Mode {
     /// nf_tables, over netlink (`"EnableNFTables": true`). No program is run. Changes by other
     /// programs are noticed at once.
     Nftables,
-    /// iptables, through its programs. Changes by other programs are noticed at once, those of
+    /// iptables, through its programs. Changes by other programs are noticed at once, changes by
     /// `iptables-legacy` by the use of its lock. No program is run while nothing changes, except
     /// one `iptables-legacy-save` per family every 5 minutes.
     Iptables,
@@ -61,8 +61,8 @@ impl Default for Options {
 
 /// Keeps the rules of one network in place on one host.
 ///
-/// Dropping it leaves the rules in place. The next `Firewall` adopts them, and also those of Go
-/// flannel. [`cleanup`] removes them.
+/// Dropping it leaves the rules in place. The next `Firewall` adopts them, and the rules of Go
+/// flannel too. [`cleanup`] removes both.
 ///
 /// ```no_run
 /// use flannel_firewall::{Firewall, Mode, Options, Rules, RuleOptions};
@@ -70,8 +70,8 @@ impl Default for Options {
 ///
 /// # async fn example(rules: Rules) -> Result<(), flannel_firewall::Error> {
 /// let (_sender, rules) = watch::channel(rules);
-/// let (mode, rule_options) = (Mode::Nftables, RuleOptions::default());
-/// let firewall = Firewall::open(mode, &rule_options, Options::default()).await?;
+/// let rule_options = RuleOptions::default();
+/// let firewall = Firewall::open(Mode::Nftables, &rule_options, Options::default()).await?;
 /// let mut status = firewall.status();
 /// tokio::spawn(firewall.run(rules));
 /// let _ = status.wait_for(|status| status.in_place).await;
@@ -81,12 +81,16 @@ pub struct Firewall {
     engine: Engine,
     options: Options,
     status: watch::Sender<Status>,
-    /// The end of the last check, and the time that it took.
-    checked: (Instant, Duration),
+    last_check: LastCheck,
     opened: Instant,
     contest: Contest,
-    /// Lines of the log about repairs.
+    /// Limits the lines of the log about repairs.
     logged: Seldom,
+}
+
+struct LastCheck {
+    ended: Instant,
+    took: Duration,
 }
 
 enum Engine {
@@ -117,7 +121,7 @@ impl Firewall {
             engine,
             options,
             status: watch::Sender::default(),
-            checked: (Instant::now(), Duration::ZERO),
+            last_check: LastCheck { ended: Instant::now(), took: Duration::ZERO },
             opened: Instant::now(),
             contest: Contest::default(),
             logged: Seldom::default(),
@@ -148,39 +152,41 @@ impl Firewall {
         loop {
             let desired = rules.borrow_and_update().clone();
             let began = Instant::now();
-            let (deviations, failed) = self.reconcile(&desired).await;
+            let check = self.check(&desired).await;
             let by_others = placed.as_ref() == Some(&desired);
-            let done = failed.is_empty();
-            self.publish(deviations, by_others, failed);
+            let done = check.failed.is_empty();
+            self.publish(check, by_others);
             if done {
                 placed = Some(desired);
-                if self.is_time_to_look_around() {
+                if self.should_remove_others() {
                     self.remove_others().await;
                 }
             } else if !by_others {
                 placed = None;
             }
-            self.checked = (Instant::now(), began.elapsed());
+            self.last_check = LastCheck { ended: Instant::now(), took: began.elapsed() };
             self.wait(&mut rules, &mut ticks, &mut closed).await;
         }
     }
 
-    async fn reconcile(&mut self, desired: &Rules) -> (Vec<Deviation>, Vec<Error>) {
+    /// Compares the rules with the desired ones, and writes the differences.
+    async fn check(&mut self, desired: &Rules) -> Check {
         match &mut self.engine {
-            Engine::Nftables(nft) => match nft.reconcile(desired).await {
-                Ok(deviations) => (deviations, Vec::new()),
-                Err(error) => (Vec::new(), vec![error]),
-            },
+            Engine::Nftables(nft) => {
+                let mut check = Check::default();
+                check.note(nft.reconcile(desired).await);
+                check
+            }
             Engine::Iptables(iptables) => iptables.reconcile(desired).await,
         }
     }
 
-    /// Whether to remove rules of the other mode now: they were not removed yet. After a failure
-    /// this is tried less often, because it may start processes.
-    fn is_time_to_look_around(&self) -> bool {
+    /// Whether to remove rules of the other mode now. After a failure this is tried less often,
+    /// because it may start processes.
+    fn should_remove_others(&self) -> bool {
         let status = self.status.borrow();
-        let turn = status.checks.is_power_of_two() || status.checks.is_multiple_of(RARELY);
-        !status.others_removed && (status.leftovers.is_empty() || turn)
+        let may_retry = status.checks.is_power_of_two() || status.checks.is_multiple_of(RARELY);
+        !status.others_removed && (status.leftovers.is_empty() || may_retry)
     }
 
     /// Removes rules of flannel that this firewall does not keep.
@@ -195,19 +201,24 @@ impl Firewall {
         }
         self.status.send_if_modified(|status| {
             let before: Vec<String> = status.leftovers.iter().map(ToString::to_string).collect();
-            let is_new = |error: &&Error| !before.contains(&error.to_string());
-            let changed = failed.len() != before.len() || failed.iter().any(|error| is_new(&error));
-            failed.iter().filter(is_new).for_each(log_left);
+            let mut changed = failed.len() != before.len();
+            for error in &failed {
+                if !before.contains(&error.to_string()) {
+                    log_left(error);
+                    changed = true;
+                }
+            }
             status.others_removed = failed.is_empty();
             status.leftovers = failed.into_iter().map(Arc::new).collect();
             changed
         });
     }
 
-    fn publish(&mut self, deviations: Vec<Deviation>, by_others: bool, failed: Vec<Error>) {
-        let (at, now) = (SystemTime::now(), self.opened.elapsed());
-        let is_misplaced = |deviation: &Deviation| deviation.fault == Fault::Misplaced;
-        if by_others && deviations.iter().any(is_misplaced) {
+    fn publish(&mut self, check: Check, by_others: bool) {
+        let Check { deviations, failed } = check;
+        let at = SystemTime::now();
+        let now = self.opened.elapsed();
+        if by_others && deviations.iter().any(|it| it.fault == Fault::Misplaced) {
             self.contest.note(Instant::now());
         }
         let contested = self.contest.is_on(Instant::now());
@@ -224,8 +235,8 @@ impl Firewall {
                 status.dropped.unencrypted.note(nft.counted.unencrypted, at);
             }
             if !deviations.is_empty() && by_others {
-                let found: Vec<_> = deviations.iter().map(ToString::to_string).collect();
-                let found = found.join("; ");
+                let found =
+                    deviations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
                 if let Some(more) = self.logged.line(now, &found) {
                     tracing::warn!(
                         found,
@@ -241,7 +252,9 @@ impl Firewall {
             }
             let before = status.failure.take().filter(|_| !failed.is_empty());
             if first_failure {
-                failed.iter().for_each(|error| tracing::warn!(%error, "rules are not in place"));
+                for error in &failed {
+                    tracing::warn!(%error, "rules are not in place");
+                }
             }
             status.failure = (!failed.is_empty()).then(|| Failure {
                 since: before.as_ref().map_or(at, |before| before.since),
@@ -301,14 +314,14 @@ impl Firewall {
                 }
             }
         }
-        let (at, took) = self.checked;
+        let LastCheck { ended, took } = self.last_check;
         let pause = match self.engine {
             Engine::Nftables(_) => SHORTEST,
             Engine::Iptables(_) if self.contest.is_on(Instant::now()) => CONTESTED,
             // Reading the rules takes a second on hosts with tens of thousands of rules.
             Engine::Iptables(_) => SHORTEST_OF_PROGRAMS.max(4 * took),
         };
-        tokio::time::sleep_until(at + pause).await;
+        tokio::time::sleep_until(ended + pause).await;
     }
 }
 
@@ -329,9 +342,9 @@ pub async fn leftovers(programs: &Programs) -> Cleanup {
     clean(programs, None, false).await
 }
 
-/// Removes the rules that Go flannel does not know, and no others: those about encryption
+/// Removes only the rules that Go flannel does not know: the rules about encryption
 /// ([`RuleOptions::encrypted`]), and the [guards](crate::Guard) of tunnels. With `dry_run` it
-/// removes nothing, and returns those that it would remove.
+/// removes nothing, and returns the rules that it would remove.
 pub async fn cleanup_for_go(programs: &Programs, dry_run: bool) -> Cleanup {
     let mut cleanup = Iptables::clean(programs, None, Scope::UnknownToGo, !dry_run).await;
     cleanup.note(flannel_core::runtime::blocking(move || nft::clean_for_go(!dry_run)).await);

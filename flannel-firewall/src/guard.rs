@@ -13,7 +13,8 @@ pub use self::annex::Guard;
 pub use self::backend::{Guarded, Usual};
 pub use self::end::TunnelEnd;
 
-/// The start of the names of the tables of guards. Names of guards start so after `flannel-`.
+/// The start of the names of the tables of guards. The table of the guard `guard-vxlan` is
+/// `flannel-guard-vxlan`.
 const TABLES: &str = "flannel-guard-";
 
 /// The table with this name.

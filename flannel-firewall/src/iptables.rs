@@ -13,12 +13,12 @@ use flannel_core::address::{Dual, Family};
 use tokio::time::Instant;
 
 use self::program::{Programs, Tool, Variant};
-use self::script::{Scope, script};
+use self::script::{Scope, Target, script};
 use self::watch::Watch;
 use crate::error::Error;
 use crate::nft;
 use crate::rules::{RuleOptions, Rules};
-use crate::status::{Cleanup, Deviation};
+use crate::status::{Check, Cleanup, Deviation};
 
 /// The number of attempts for a script, which fails if the rules changed since they were read.
 const TRIES: usize = 3;
@@ -32,9 +32,15 @@ pub(crate) struct Iptables {
     /// `Some` for families in which this value may have written rules.
     filled: Dual<()>,
     watch: Watch,
-    /// The rules that were in place at the last check, and its time; `None` if they may have
-    /// changed since then, or their changes cannot be watched.
-    known: Option<(Rules, Instant)>,
+    /// The last check. `None` if the rules may have changed since then, or their changes cannot be
+    /// watched.
+    known: Option<Known>,
+}
+
+/// The rules that were in place at a check, and its time.
+struct Known {
+    rules: Rules,
+    at: Instant,
 }
 
 impl Iptables {
@@ -43,8 +49,8 @@ impl Iptables {
         programs: Programs,
         rule_options: &RuleOptions,
     ) -> Result<Self, Error> {
-        let (v4, v6) = (programs.find(Family::V4), programs.find(Family::V6));
-        let mut tools = match (v4, v6) {
+        // The programs of one family are enough.
+        let mut tools = match (programs.find(Family::V4), programs.find(Family::V6)) {
             (Err(error), Err(_)) => return Err(error),
             (v4, v6) => Dual { v4: v4.ok(), v6: v6.ok() },
         };
@@ -61,25 +67,24 @@ impl Iptables {
     /// if these rules were in place and no change was noticed since then.
     ///
     /// A family without desired or earlier rules is skipped. [`Iptables::clean`] handles it.
-    pub(crate) async fn reconcile(&mut self, rules: &Rules) -> (Vec<Deviation>, Vec<Error>) {
-        let (mut deviations, mut failed) = (Vec::new(), Vec::new());
-        let is_in_place = |(known, at): &(Rules, Instant)| {
-            known == rules && (self.watch.is_exact() || at.elapsed() < UNSEEN)
-        };
-        if self.known.as_ref().is_some_and(is_in_place) {
-            return (deviations, failed);
+    pub(crate) async fn reconcile(&mut self, rules: &Rules) -> Check {
+        let mut check = Check::default();
+        if let Some(known) = &self.known
+            && known.rules == *rules
+            && (self.watch.is_exact() || known.at.elapsed() < UNSEEN)
+        {
+            return check;
         }
         self.known = None;
         let mut is_watched = true;
         for family in Family::BOTH {
             // A failure of one family does not affect the other.
-            match self.reconcile_family(rules, family, &mut is_watched).await {
-                Ok(differed) => deviations.extend(differed),
-                Err(error) => failed.push(error),
-            }
+            check.note(self.reconcile_family(rules, family, &mut is_watched).await);
         }
-        self.known = (is_watched && failed.is_empty()).then(|| (rules.clone(), Instant::now()));
-        (deviations, failed)
+        if is_watched && check.failed.is_empty() {
+            self.known = Some(Known { rules: rules.clone(), at: Instant::now() });
+        }
+        check
     }
 
     /// Waits for a change that another program may have made. The next check reads the rules.
@@ -109,7 +114,7 @@ impl Iptables {
         *is_watched &= self.watch.cover(tool.variant().await?, &self.programs.lock());
         // Set first, because a failed or dropped call may have written rules.
         self.filled[family] = Some(());
-        let deviations = reconcile(tool, rules, (family, Scope::All), true).await?;
+        let deviations = reconcile(tool, rules, family, Scope::All, true).await?;
         self.filled[family] = desired.then_some(());
         Ok(deviations)
     }
@@ -141,7 +146,7 @@ impl Iptables {
                     Ok(variant) if done.contains(&variant) => continue,
                     Ok(variant) => {
                         done.push(variant);
-                        reconcile(&mut tool, &Rules::default(), (family, scope), write).await
+                        reconcile(&mut tool, &Rules::default(), family, scope, write).await
                     }
                     Err(error) => Err(error),
                 });
@@ -152,8 +157,8 @@ impl Iptables {
     }
 }
 
-/// Checks the parts of the kernel that no variant in `reached` can read: that `iptables-nft` has no
-/// chain of flannel, and that no legacy table of flannel's is in use.
+/// Checks the parts of the kernel that no variant in `reached` can read. An error if `iptables-nft`
+/// has a chain of flannel, or if a legacy table that flannel uses exists.
 fn out_of_reach(family: Family, scope: Scope, reached: &[Variant]) -> Result<(), Error> {
     if !reached.contains(&Variant::Nft) {
         let chains = nft::chains_of_iptables(family, scope)?;
@@ -162,8 +167,8 @@ fn out_of_reach(family: Family, scope: Scope, reached: &[Variant]) -> Result<(),
         }
     }
     if !reached.contains(&Variant::Legacy) {
-        let ours = |name: &String| script::chains(scope).any(|(table, _)| table == name);
-        let tables: Vec<String> = legacy_tables(family).into_iter().filter(ours).collect();
+        let mut tables = legacy_tables(family);
+        tables.retain(|name| script::chains(scope).any(|(table, _)| table == name));
         if !tables.is_empty() {
             return Err(Error::Unseen { family, tables: tables.join(", ") });
         }
@@ -182,13 +187,16 @@ pub(crate) fn legacy_tables(family: Family) -> Vec<String> {
 async fn reconcile(
     tool: &mut Tool,
     rules: &Rules,
-    (family, scope): (Family, Scope),
+    family: Family,
+    scope: Scope,
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
     let mut tries = TRIES;
     loop {
-        let random = !rules.has(family) || tool.is_modern().await?;
-        let script = script(&tool.save().await?, rules, (family, scope), random, &tool.name);
+        let random_fully = !rules.has(family) || tool.is_modern().await?;
+        let saved = tool.save().await?;
+        let target = Target { family, scope, random_fully, program: &tool.name };
+        let script = script(&saved, rules, target);
         if script.text.is_empty() || !write {
             return Ok(script.deviations);
         }

@@ -16,7 +16,7 @@ use flannel_netlink::netfilter::{
 use flannel_netlink::nftables::{self, Expr, GROUP, Table, batch, generation};
 use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
 
-use self::table::{Content, Id, TABLES};
+use self::table::{Content, TABLES, TableId};
 use crate::error::Error;
 use crate::guard;
 use crate::iptables::script::{self, Scope};
@@ -31,7 +31,7 @@ pub(crate) struct Nft {
     /// `None` when this value was dropped, so that no transaction begins after that.
     socket: Arc<Mutex<Option<NetfilterSocket>>>,
     events: NetfilterEvents,
-    /// Whether rules can look for routes; `None` until that is needed.
+    /// Whether rules can look for routes, or `None` until that is needed.
     finds_routes: Option<bool>,
     /// The counters of the rules at the last check, before its changes.
     pub(crate) counted: Packets<u64>,
@@ -41,50 +41,57 @@ impl Nft {
     /// Opens the kernel's nf_tables and checks that they can be read.
     pub(crate) fn open() -> Result<Self, Error> {
         let socket = open()?;
-        let events = NetfilterEvents::listen(GROUP, socket.port());
-        let events = events.map_err(|error| Error::kernel("nftables", error))?;
+        let events = NetfilterEvents::listen(GROUP, socket.port())
+            .map_err(|error| Error::kernel("nftables", error))?;
         let socket = Arc::new(Mutex::new(Some(socket)));
         Ok(Self { socket, events, finds_routes: None, counted: Packets::default() })
     }
 
     /// Makes the tables equal to `rules`. Returns the differences that it removed.
     pub(crate) async fn reconcile(&mut self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
-        let desired = self.possible(rules).await;
+        let desired = self.supported(rules).await;
         let socket = self.socket.clone();
-        let work = move || match &mut *lock(&socket) {
+        let (deviations, counted) = blocking(move || match &mut *lock(&socket) {
             Some(socket) => {
                 let counted = count(socket, &desired)?;
                 Ok((reconcile(socket, &desired, true, |_| true)?, counted))
             }
-            None => Ok(Default::default()),
-        };
-        let (deviations, counted) = blocking(work).await?;
+            None => Ok((Vec::new(), Packets::default())),
+        })
+        .await?;
         self.counted = counted;
         Ok(deviations)
     }
 
-    /// The rules that this kernel can have.
-    async fn possible(&mut self, rules: &Rules) -> Rules {
-        let counts = |family: &Family| !rules.of(*family, Chain::Unrouted).is_empty();
-        let families: Vec<Family> = Family::BOTH.into_iter().filter(counts).collect();
+    /// The rules that this kernel supports.
+    async fn supported(&mut self, rules: &Rules) -> Rules {
+        let mut families = Family::BOTH.to_vec();
+        families.retain(|family| !rules.of(*family, Chain::Unrouted).is_empty());
         if families.is_empty() {
             return rules.clone();
         }
-        if self.finds_routes.is_none() {
-            let socket = self.socket.clone();
-            let probe = move || match &mut *lock(&socket) {
-                Some(socket) => families.into_iter().all(|family| finds_routes(socket, family)),
-                None => false,
-            };
-            self.finds_routes = Some(blocking(probe).await);
-        }
-        if self.finds_routes == Some(true) { rules.clone() } else { rules.without_unrouted() }
+        let finds_routes = match self.finds_routes {
+            Some(known) => known,
+            None => self.probe_routes(families).await,
+        };
+        self.finds_routes = Some(finds_routes);
+        if finds_routes { rules.clone() } else { rules.without_unrouted() }
+    }
+
+    /// Whether rules of these families can look for routes.
+    async fn probe_routes(&self, families: Vec<Family>) -> bool {
+        let socket = self.socket.clone();
+        blocking(move || match &mut *lock(&socket) {
+            Some(socket) => families.into_iter().all(|family| finds_routes(socket, family)),
+            None => false,
+        })
+        .await
     }
 
     /// Waits until another program changes a table of flannel, or messages are lost.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
         let concerns = |message: &NetfilterMessage<'_>| {
-            TABLES.iter().map(Id::table).any(|table| table.is_changed_by(message))
+            TABLES.iter().any(|id| id.table().is_changed_by(message))
         };
         self.events
             .changed(concerns)
@@ -111,16 +118,16 @@ pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
 /// Finds the tables that Go flannel does not know, and removes them if `write` is true.
 pub(crate) fn clean_for_go(write: bool) -> Result<Vec<Deviation>, Error> {
     let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
-    let about = |error| Error::kernel("nftables", error);
-    let guards = guard::tables(&mut socket).map_err(about)?;
-    let mut found = reconcile(&mut socket, &Rules::default(), write, Id::is_about_encryption)?;
+    let guards = guard::tables(&mut socket).map_err(|error| Error::kernel("nftables", error))?;
+    let mut found = reconcile(&mut socket, &Rules::default(), write, TableId::is_about_encryption)?;
     for name in guards {
         let table = guard::table_named(&name);
-        let mut batch = batch();
-        table.remove(&mut batch);
         if write {
-            let removed = socket.commit(batch).map_err(|refused| refused.error);
-            removed.map_err(|error| Error::kernel(table.to_string(), error))?;
+            let mut batch = batch();
+            table.remove(&mut batch);
+            socket
+                .commit(batch)
+                .map_err(|refused| Error::kernel(table.to_string(), refused.error))?;
         }
         found.push(Deviation { object: table.to_string(), fault: Fault::Unwanted });
     }
@@ -129,9 +136,10 @@ pub(crate) fn clean_for_go(write: bool) -> Result<Vec<Deviation>, Error> {
 
 /// Opens the kernel's nf_tables and checks that they can be read.
 fn open() -> Result<NetfilterSocket, Error> {
-    let opened =
-        NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
-    opened.map_err(|error| Error::kernel("nftables", error))
+    let about = |error| Error::kernel("nftables", error);
+    let mut socket = NetfilterSocket::open().map_err(about)?;
+    generation(&mut socket).map_err(about)?;
+    Ok(socket)
 }
 
 /// Whether rules of a family can look for routes ([`Expr::OutDevice`]). Tries it in a table that
@@ -153,7 +161,7 @@ fn finds_routes(socket: &mut NetfilterSocket, family: Family) -> bool {
     refused.is_none()
 }
 
-/// Like [`open`], with `None` if the kernel has no nf_tables.
+/// Opens the kernel's nf_tables, as [`open`] does. `None` if the kernel has no nf_tables.
 fn open_if_any() -> Result<Option<NetfilterSocket>, Error> {
     match open() {
         Ok(socket) => Ok(Some(socket)),
@@ -165,65 +173,78 @@ fn open_if_any() -> Result<Option<NetfilterSocket>, Error> {
     }
 }
 
-/// Reconciles the tables for which `meant` returns true.
+/// Compares the tables for which `is_meant` returns true with the desired ones. Writes the
+/// differences if `write` is true.
 fn reconcile(
     socket: &mut NetfilterSocket,
     rules: &Rules,
     write: bool,
-    meant: impl Fn(&Id) -> bool,
+    is_meant: impl Fn(&TableId) -> bool,
 ) -> Result<Vec<Deviation>, Error> {
     for _ in 0..TRIES {
-        let found = read_tables(socket)?;
-        let tables = found.iter().filter(|(id, _)| meant(id));
-        let tables = tables.map(|(id, found)| (*id, found.as_ref(), Content::desired(rules, id)));
-        let plan = Plan::new(tables);
-        if plan.deviations.is_empty() || !write {
-            return Ok(plan.deviations);
+        let mut tables = read_tables(socket)?;
+        tables.retain(|table| is_meant(&table.id));
+        let transaction = Transaction::new(&tables, rules);
+        if transaction.deviations.is_empty() || !write {
+            return Ok(transaction.deviations);
         }
-        if let Some(deviations) = plan.carry_out(socket)? {
+        if let Some(deviations) = transaction.commit(socket)? {
             return Ok(deviations);
         }
     }
     Err(unsteady())
 }
 
-/// The transaction that makes the found tables the desired ones.
-struct Plan {
+/// A table as it is.
+#[derive(Debug, PartialEq)]
+struct FoundTable {
+    id: TableId,
+    /// `None` if it does not exist.
+    content: Option<Content>,
+}
+
+/// The transaction that replaces the tables that differ from the desired ones.
+struct Transaction {
     batch: Batch,
     deviations: Vec<Deviation>,
+    /// The names of the tables, for an error.
     titles: Vec<String>,
     /// The numbers of the changes that remove or create a whole table.
     whole: Vec<usize>,
 }
 
-impl Plan {
-    /// For tables as they are, and as they are desired.
-    fn new<'a>(tables: impl Iterator<Item = (Id, Option<&'a Content>, Option<Content>)>) -> Self {
-        let (deviations, titles, whole) = (Vec::new(), Vec::new(), Vec::new());
-        let mut plan = Self { batch: batch(), deviations, titles, whole };
-        for (id, found, desired) in tables {
-            let differs = Content::deviations(found, desired.as_ref(), &id);
-            if differs.is_empty() {
-                continue;
-            }
-            plan.deviations.extend(differs);
-            plan.titles.push(id.table().to_string());
-            if found.is_some() {
-                plan.whole.push(plan.batch.len());
-                id.table().remove(&mut plan.batch);
-            }
-            if let Some(desired) = desired {
-                // The table itself comes first.
-                plan.whole.push(plan.batch.len());
-                desired.make(&mut plan.batch, &id);
-            }
+impl Transaction {
+    fn new(tables: &[FoundTable], rules: &Rules) -> Self {
+        let mut transaction =
+            Self { batch: batch(), deviations: Vec::new(), titles: Vec::new(), whole: Vec::new() };
+        for FoundTable { id, content } in tables {
+            transaction.add(id, content.as_ref(), Content::desired(rules, id));
         }
-        plan
+        transaction
     }
 
-    /// Commits the transaction. Returns the differences; `None` if another program removed or
+    /// Adds the changes that replace the table, if it differs.
+    fn add(&mut self, id: &TableId, found: Option<&Content>, desired: Option<Content>) {
+        let deviations = Content::deviations(found, desired.as_ref(), id);
+        if deviations.is_empty() {
+            return;
+        }
+        self.deviations.extend(deviations);
+        self.titles.push(id.table().to_string());
+        if found.is_some() {
+            self.whole.push(self.batch.len());
+            id.table().remove(&mut self.batch);
+        }
+        if let Some(desired) = desired {
+            // The first change of `make` creates the table itself.
+            self.whole.push(self.batch.len());
+            desired.make(&mut self.batch, id);
+        }
+    }
+
+    /// Commits the transaction. Returns the differences, or `None` if another program removed or
     /// created a table since the tables were read.
-    fn carry_out(self, socket: &mut NetfilterSocket) -> Result<Option<Vec<Deviation>>, Error> {
+    fn commit(self, socket: &mut NetfilterSocket) -> Result<Option<Vec<Deviation>>, Error> {
         match socket.commit(self.batch) {
             Ok(()) => Ok(Some(self.deviations)),
             Err(Refused { change: Some(change), error })
@@ -240,47 +261,42 @@ impl Plan {
 /// The counters of the rules. Without rules that count, nothing is read.
 fn count(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Packets<u64>, Error> {
     let mut counted = Packets::default();
-    let mut add = |to: &mut u64, table: Table<'_>| {
-        let packets = table.counted(socket);
-        *to += packets.map_err(|error| Error::kernel(table.to_string(), error))?;
-        Ok(())
-    };
-    for id in TABLES.into_iter().filter(Id::is_about_encryption) {
-        if !rules.of(id.family, Chain::Encryption).is_empty() {
-            add(&mut counted.unencrypted, id.table())?;
+    for id in TABLES.into_iter().filter(TableId::is_about_encryption) {
+        if rules.of(id.family, Chain::Encryption).is_empty() {
+            continue;
         }
+        let table = id.table();
+        counted.unencrypted +=
+            table.counted(socket).map_err(|error| Error::kernel(table.to_string(), error))?;
     }
     Ok(counted)
 }
 
-/// Each table as it is, all at one moment; `None` if it does not exist.
-fn read_tables(socket: &mut NetfilterSocket) -> Result<Vec<(Id, Option<Content>)>, Error> {
-    at_one_moment(socket, |socket| {
-        let read = |id: Id| {
-            let found = Content::read(socket, &id);
-            Ok((id, found.map_err(|error| Error::kernel(id.table().to_string(), error))?))
-        };
-        TABLES.into_iter().map(read).collect()
+/// Reads all tables as they are at one moment.
+fn read_tables(socket: &mut NetfilterSocket) -> Result<Vec<FoundTable>, Error> {
+    let about = |error| Error::kernel("nftables", error);
+    nftables::at_one_moment(socket, about, |socket| {
+        let mut tables = Vec::new();
+        for id in TABLES {
+            let content = Content::read(socket, &id)
+                .map_err(|error| Error::kernel(id.table().to_string(), error))?;
+            tables.push(FoundTable { id, content });
+        }
+        Ok(tables)
     })
-}
-
-/// [`flannel_netlink::nftables::at_one_moment`] with the errors of this crate.
-fn at_one_moment<T>(
-    socket: &mut NetfilterSocket,
-    read: impl FnMut(&mut NetfilterSocket) -> Result<T, Error>,
-) -> Result<T, Error> {
-    nftables::at_one_moment(socket, |error| Error::kernel("nftables", error), read)
 }
 
 /// The chains of flannel that `iptables-nft` has in nf_tables. Only `iptables-nft` may change them.
 pub(crate) fn chains_of_iptables(family: Family, scope: Scope) -> Result<Vec<String>, Error> {
-    let about = |error| Error::kernel("nftables", error);
     let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
     let mut found = Vec::new();
-    for (table, chain) in script::chains(scope) {
-        let place = Table { family: family.into(), name: table };
-        if place.has_chain(&mut socket, chain).map_err(about)? {
-            found.push(format!("{family} chain {chain} in table {table}"));
+    for (name, chain) in script::chains(scope) {
+        let table = Table { family: family.into(), name };
+        let exists = table
+            .has_chain(&mut socket, chain)
+            .map_err(|error| Error::kernel("nftables", error))?;
+        if exists {
+            found.push(format!("{family} chain {chain} in table {name}"));
         }
     }
     Ok(found)
@@ -299,27 +315,29 @@ mod tests {
     use crate::rules::tests::rules;
 
     #[test]
-    fn a_plan_for_a_table_that_another_program_removed_has_no_effect() {
+    fn a_transaction_for_a_table_that_another_program_removed_has_no_effect() {
         flannel_netlink::testing::in_netns(|| {
-            let before = RuleOptions { encrypted: Some(Vec::new()), ..RuleOptions::default() };
-            let by = Some(vec!["wg0".parse().unwrap()]);
-            let after =
-                RuleOptions { masquerade: true, fully_random: false, forward: true, encrypted: by };
-            let (before, after) = (rules(before), rules(after));
-            let tables = || TABLES.map(|id| (id, Content::desired(&after, &id)));
+            let before =
+                rules(RuleOptions { encrypted: Some(Vec::new()), ..RuleOptions::default() });
+            let after = rules(RuleOptions {
+                masquerade: true,
+                fully_random: false,
+                forward: true,
+                encrypted: Some(vec!["wg0".parse().unwrap()]),
+            });
+            let desired =
+                TABLES.map(|id| FoundTable { id, content: Content::desired(&after, &id) });
             let mut socket = NetfilterSocket::open().unwrap();
             for id in TABLES {
                 reconcile(&mut socket, &before, true, |_| true).unwrap();
                 let found = read_tables(&mut socket).unwrap();
-                let found = found.iter().map(|(id, found)| (*id, found.as_ref()));
-                let plan =
-                    Plan::new(found.map(|(id, found)| (id, found, Content::desired(&after, &id))));
-                let mut batch = batch();
-                id.table().remove(&mut batch);
-                socket.commit(batch).unwrap();
-                assert_eq!(plan.carry_out(&mut socket).unwrap(), None, "{id:?}");
+                let transaction = Transaction::new(&found, &after);
+                let mut removal = batch();
+                id.table().remove(&mut removal);
+                socket.commit(removal).unwrap();
+                assert_eq!(transaction.commit(&mut socket).unwrap(), None, "{id:?}");
                 reconcile(&mut socket, &after, true, |_| true).unwrap();
-                assert_eq!(read_tables(&mut socket).unwrap(), tables());
+                assert_eq!(read_tables(&mut socket).unwrap(), desired);
             }
         });
     }

@@ -29,11 +29,11 @@ pub struct RuleOptions {
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,
     /// Drop packets to the pods of other nodes, unless they leave by one of these devices, which
-    /// encrypt (`RequireEncryption`). `None`: they may leave by every device.
+    /// encrypt (`RequireEncryption`). If it is `None`, they may leave by every device.
     pub encrypted: Option<Vec<LinkName>>,
 }
 
-/// The defaults of flanneld's options: forward, do not masquerade.
+/// The defaults of flanneld's options: accept forwarded packets, do not masquerade.
 impl Default for RuleOptions {
     fn default() -> Self {
         Self { masquerade: false, fully_random: true, forward: true, encrypted: None }
@@ -91,7 +91,7 @@ impl Rules {
         Ok(Self(rules))
     }
 
-    /// The same rules without those of [`Chain::Unrouted`].
+    /// These rules without the chain [`Chain::Unrouted`].
     pub(crate) fn without_unrouted(&self) -> Self {
         let mut rules = self.clone();
         for family in Family::BOTH {
@@ -102,7 +102,7 @@ impl Rules {
         rules
     }
 
-    /// The rules of a chain in order; empty if the chain is not desired.
+    /// The rules of a chain in order. Empty if the chain is not desired.
     pub fn of(&self, family: Family, chain: Chain) -> &[Rule] {
         self.0[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
     }
@@ -121,12 +121,12 @@ pub enum Chain {
     Postrouting,
     /// For forwarded packets.
     Forward,
-    /// For packets that leave the host: those that must be encrypted. It is in the hook
-    /// `postrouting`, which sees forwarded packets and those of the host with the device by which
-    /// they leave. In the hook `output` the device is the one before address translation: a packet
-    /// to a Kubernetes service, which is translated there, would have a wrong one.
+    /// For packets that leave the host: drops packets that must be encrypted. It is in the hook
+    /// `postrouting`, which sees forwarded packets and packets of the host with the device by which
+    /// they leave. The hook `output` sees the device before address translation, which is the
+    /// wrong device for a packet to a Kubernetes service that is translated there.
     Encryption,
-    /// For packets that arrive: counts those to pods of other nodes without a route. With
+    /// For packets that arrive: counts packets to pods of other nodes without a route. With
     /// `RequireEncryption` a blackhole route drops them, which the kernel does not count, and
     /// [`Self::Encryption`] does not see them. Only in nftables mode, and if the kernel can look
     /// for routes in rules.
@@ -143,15 +143,16 @@ impl Chain {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Rule {
-    /// All these bits are set in the packet's mark; `None` matches any mark.
+    /// All these bits are set in the packet's mark. `None` matches any mark.
     pub mark: Option<u32>,
-    /// The source address; `None` matches any address.
+    /// The source address. `None` matches any address.
     pub source: Option<Side>,
-    /// The destination address; `None` matches any address.
+    /// The destination address. `None` matches any address.
     pub destination: Option<Side>,
-    /// The device by which the packet leaves; `None` matches any device.
+    /// The device by which the packet leaves. `None` matches any device.
     pub device: Option<LinkName>,
-    /// Matches only packets whose destination has no route, or one that drops them.
+    /// Whether the rule matches only packets whose destination has no route, or a route that drops
+    /// them.
     pub unrouted: bool,
     /// The verdict.
     pub verdict: Verdict,
@@ -171,7 +172,7 @@ pub enum Side {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Verdict {
-    /// Ends the chain without a verdict; later rules of the chain do not see the packet.
+    /// Ends the chain without a verdict. Later rules of the chain do not see the packet.
     Return,
     /// Accepts the packet.
     Accept,
@@ -179,7 +180,7 @@ pub enum Verdict {
     Drop,
     /// Counts the packet, and goes on with the next rule.
     Count,
-    /// Replaces the source address by that of the outgoing interface.
+    /// Replaces the source address by the address of the outgoing interface.
     Masquerade {
         /// Choose a random source port. False keeps the source port if it is free.
         fully_random: bool,
@@ -197,14 +198,17 @@ impl fmt::Display for Side {
 
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mark = self.mark.map(|mark| format!("mark {mark:#x}/{mark:#x}"));
-        let source = self.source.map(|side| format!("from {side}"));
-        let destination = self.destination.map(|side| format!("to {side}"));
-        let device = self.device.map(|device| format!("by {device}"));
-        let unrouted = self.unrouted.then(|| "without a route".to_owned());
-        let conditions = [mark, source, destination, device, unrouted].into_iter().flatten();
-        let conditions: Vec<_> = conditions.collect();
-        let conditions = if conditions.is_empty() { "all".into() } else { conditions.join(" ") };
+        let mut conditions = Vec::new();
+        conditions.extend(self.mark.map(|mark| format!("mark {mark:#x}/{mark:#x}")));
+        conditions.extend(self.source.map(|side| format!("from {side}")));
+        conditions.extend(self.destination.map(|side| format!("to {side}")));
+        conditions.extend(self.device.map(|device| format!("by {device}")));
+        if self.unrouted {
+            conditions.push("without a route".to_owned());
+        }
+        if conditions.is_empty() {
+            conditions.push("all".to_owned());
+        }
         let verdict = match self.verdict {
             Verdict::Return => "return",
             Verdict::Accept => "accept",
@@ -213,7 +217,7 @@ impl fmt::Display for Rule {
             Verdict::Masquerade { fully_random: false } => "masquerade",
             Verdict::Masquerade { fully_random: true } => "masquerade, fully random",
         };
-        write!(f, "{conditions}: {verdict}")
+        write!(f, "{}: {verdict}", conditions.join(" "))
     }
 }
 
@@ -223,7 +227,8 @@ fn rule(source: Option<Side>, destination: Option<Side>, verdict: Verdict) -> Ru
 
 fn masquerade(network: Subnet, own: Option<Subnet>, fully_random: bool) -> Vec<Rule> {
     let masquerade = Verdict::Masquerade { fully_random };
-    let (inside, outside) = (Some(Side::In(network)), Some(Side::NotIn(network)));
+    let inside = Some(Side::In(network));
+    let outside = Some(Side::NotIn(network));
     // kube-proxy masquerades these packets.
     let mut rules = vec![Rule { mark: Some(KUBE_PROXY_MARK), ..rule(None, None, Verdict::Return) }];
     if let Some(own) = own.map(Side::In) {
@@ -244,13 +249,14 @@ fn forward(network: Subnet) -> Vec<Rule> {
 }
 
 /// Only destinations decide, because a source may be translated. Packets to this node's own pods,
-/// and those by `lo`, do not leave the host.
+/// and packets by `lo`, do not leave the host.
 fn encryption(network: Subnet, own: Option<Subnet>, devices: &[LinkName]) -> Vec<Rule> {
     let mut rules = vec![rule(None, Some(Side::NotIn(network)), Verdict::Return)];
     rules.extend(own.map(|own| rule(None, Some(Side::In(own)), Verdict::Return)));
     let loopback = "lo".parse().expect("a valid name");
-    let by = |device| Rule { device: Some(device), ..rule(None, None, Verdict::Return) };
-    rules.extend([loopback].iter().chain(devices).copied().map(by));
+    for device in [loopback].iter().chain(devices) {
+        rules.push(Rule { device: Some(*device), ..rule(None, None, Verdict::Return) });
+    }
     rules.push(rule(None, None, Verdict::Drop));
     rules
 }
@@ -317,9 +323,12 @@ pub(crate) mod tests {
         let default = rules(RuleOptions::default());
         assert!(default.of(Family::V4, Chain::Postrouting).is_empty());
         assert_eq!(default.of(Family::V6, Chain::Forward).len(), 2);
-        let plain =
-            RuleOptions { masquerade: true, fully_random: false, forward: false, encrypted: None };
-        let plain = rules(plain);
+        let plain = rules(RuleOptions {
+            masquerade: true,
+            fully_random: false,
+            forward: false,
+            encrypted: None,
+        });
         assert!(plain.of(Family::V6, Chain::Forward).is_empty());
         assert!(text(plain.of(Family::V6, Chain::Postrouting))[5].ends_with(": masquerade"));
         assert!(!Rules::default().has(Family::V4));

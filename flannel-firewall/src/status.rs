@@ -17,7 +17,7 @@ const RECENT: Duration = Duration::from_secs(300);
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Status {
-    /// The desired rules were in place after the last check.
+    /// Whether the desired rules were in place after the last check.
     pub in_place: bool,
     /// The number of checks. Receivers are not notified if only this number changes.
     pub checks: u64,
@@ -25,18 +25,18 @@ pub struct Status {
     pub changes: u64,
     /// The number of writes because another program had changed the rules.
     pub repairs: u64,
-    /// The last repair; `None` before the first one.
+    /// The last repair, or `None` before the first one.
     pub last_repair: Option<Repair>,
-    /// Why the rules are not in place; `None` if they are, or before the first check.
+    /// Why the rules are not in place, or `None` if they are, or before the first check.
     pub failure: Option<Failure>,
-    /// No rules of an earlier flannel are left in another mode. False until that is checked, which
-    /// happens when the rules are in place.
+    /// Whether no rules of an earlier flannel are left in another mode. False until that is
+    /// checked, which happens when the rules are in place.
     pub others_removed: bool,
-    /// Why such rules were not removed; empty if they were. The next attempts become rarer.
+    /// Why such rules were not removed. Empty if they were. The next attempts become rarer.
     pub leftovers: Vec<Arc<Error>>,
-    /// Another program puts its rules before the jump to the rules about encryption again and again
-    /// ([`Fault::Misplaced`]): three times within a minute. Its place is then repaired every five
-    /// seconds, and packets may leave unencrypted in between. Only in iptables mode.
+    /// Whether another program has put its rules before the jump to the rules about encryption
+    /// ([`Fault::Misplaced`]) three times within a minute. The place of the jump is then repaired
+    /// every five seconds, and packets may leave unencrypted in between. Only in iptables mode.
     pub contested: bool,
     /// The packets that the rules have dropped since the firewall was opened, as of the last check.
     /// Only in nftables mode. Receivers are not notified if only these numbers change.
@@ -47,7 +47,7 @@ pub struct Status {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Packets<T> {
     /// Packets to pods of other nodes that would have left unencrypted
-    /// ([`RuleOptions::encrypted`](crate::RuleOptions::encrypted)), and those without a route,
+    /// ([`RuleOptions::encrypted`](crate::RuleOptions::encrypted)), and packets without a route,
     /// which the kernel drops itself ([`Chain::Unrouted`](crate::Chain::Unrouted)).
     pub unencrypted: T,
 }
@@ -55,19 +55,18 @@ pub struct Packets<T> {
 /// The packets of one kind that were dropped.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Dropped {
-    /// Their number.
+    /// The number of packets.
     pub packets: u64,
-    /// The time of the check that found the last of them; `None` if there are none.
+    /// The time of the check that found the last packet, or `None` if there were no packets.
     pub last: Option<SystemTime>,
-    /// The counter of the rules at the last check; `None` before the first one.
+    /// The counter of the rules at the last check, or `None` before the first one.
     counter: Option<u64>,
 }
 
 impl Dropped {
     /// Whether a packet was dropped in the five minutes before `now`.
     pub fn is_recent(&self, now: SystemTime) -> bool {
-        let age = |last| now.duration_since(last).unwrap_or_default();
-        self.last.is_some_and(|last| age(last) < RECENT)
+        self.last.is_some_and(|last| now.duration_since(last).unwrap_or_default() < RECENT)
     }
 
     /// Takes in the counter of the rules. It begins anew when the rules are replaced.
@@ -75,20 +74,23 @@ impl Dropped {
         let before = self.counter.replace(counter).unwrap_or(counter);
         let new = counter.checked_sub(before).unwrap_or(counter);
         self.packets = self.packets.saturating_add(new);
-        self.last = if new > 0 { Some(at) } else { self.last };
+        if new > 0 {
+            self.last = Some(at);
+        }
     }
 }
 
-/// The repairs of the place of a jump. Each of two programs may insist on being the first.
+/// Detects another program that, like this one, insists that its rule is the first of a chain.
 #[derive(Debug, Default)]
 pub(crate) struct Contest {
-    /// The times of the last ones.
+    /// The times of the last repairs of the place of the jump.
     repairs: VecDeque<Instant>,
 }
 
 impl Contest {
-    /// The number of repairs from which on the place is contested, and the time in which they are.
+    /// The place is contested if it was repaired this many times.
     const REPAIRS: usize = 3;
+    /// The time within which the repairs count.
     const TIME: Duration = Duration::from_secs(60);
 
     /// Notes a repair.
@@ -101,8 +103,26 @@ impl Contest {
 
     /// Whether the place is contested.
     pub(crate) fn is_on(&self, now: Instant) -> bool {
-        let oldest = self.repairs.front().filter(|_| self.repairs.len() == Self::REPAIRS);
-        oldest.is_some_and(|oldest| now.duration_since(*oldest) < Self::TIME)
+        self.repairs.len() == Self::REPAIRS && now.duration_since(self.repairs[0]) < Self::TIME
+    }
+}
+
+/// The result of a check.
+#[derive(Debug, Default)]
+pub(crate) struct Check {
+    /// The differences that it removed.
+    pub(crate) deviations: Vec<Deviation>,
+    /// Why other differences may be left.
+    pub(crate) failed: Vec<Error>,
+}
+
+impl Check {
+    /// Adds the differences that were removed, or the reason why they may be left.
+    pub(crate) fn note(&mut self, reconciled: Result<Vec<Deviation>, Error>) {
+        match reconciled {
+            Ok(deviations) => self.deviations.extend(deviations),
+            Err(error) => self.failed.push(error),
+        }
     }
 }
 
@@ -170,20 +190,22 @@ impl fmt::Display for Deviation {
 pub struct Cleanup {
     /// The tables, chains and jumps that existed, of this flannel and of Go flannel.
     pub found: Vec<Deviation>,
-    /// Why others could not be read or removed.
+    /// Why other rules could not be read or removed.
     pub failed: Vec<Error>,
 }
 
 impl Cleanup {
-    /// Logs the rules that were removed, and those that may be left.
+    /// Logs the rules that were removed, and the rules that may be left.
     pub fn log(&self) {
         for deviation in &self.found {
             tracing::info!(object = deviation.object, "removed a rule of an earlier run");
         }
-        self.failed.iter().for_each(log_left);
+        for error in &self.failed {
+            log_left(error);
+        }
     }
 
-    /// Adds the rules that existed in one place, or the reason why they are unknown or stay.
+    /// Adds the rules that existed in one table or family, or why they are unknown or stay.
     pub(crate) fn note(&mut self, cleaned: Result<Vec<Deviation>, Error>) {
         match cleaned {
             Ok(found) => self.found.extend(found),
@@ -207,10 +229,12 @@ mod tests {
 
     #[test]
     fn packets_are_counted_from_the_first_check_on_and_over_replaced_rules() {
-        let (mut dropped, at) = (Dropped::default(), SystemTime::UNIX_EPOCH);
+        let mut dropped = Dropped::default();
+        let at = SystemTime::UNIX_EPOCH;
         for (counter, packets) in [(7, 0), (7, 0), (9, 2), (0, 2), (3, 5), (2, 7)] {
             dropped.note(counter, at);
-            assert_eq!((dropped.packets, dropped.last), (packets, (packets > 0).then_some(at)));
+            assert_eq!(dropped.packets, packets);
+            assert_eq!(dropped.last, (packets > 0).then_some(at));
         }
         assert!(dropped.is_recent(at + RECENT / 2) && !dropped.is_recent(at + RECENT));
         assert!(!Dropped::default().is_recent(at));
@@ -218,7 +242,8 @@ mod tests {
 
     #[test]
     fn a_place_is_contested_after_three_repairs_within_a_minute() {
-        let (mut contest, start) = (Contest::default(), Instant::now());
+        let mut contest = Contest::default();
+        let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         for (second, is_on) in [(0, false), (50, false), (61, false), (70, true), (300, false)] {
             contest.note(at(second));

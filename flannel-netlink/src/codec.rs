@@ -4,8 +4,8 @@
 //! the content of a message (`…Message`). The caller looks up the name of the link and makes the
 //! object from both.
 //!
-//! A message is *unrepresentable* if no object can express it, as that about a multipath route. It
-//! is *exact* if its object expresses all of its attributes that flannel compares.
+//! A message is *unrepresentable* if no object can express it, such as a message about a multipath
+//! route. It is *exact* if its object expresses all of its attributes that flannel compares.
 //!
 //! A new kind of object needs a module here, and an arm in `kernel::apply::steps`,
 //! `kernel::changes::event_decoder` and `kernel::snapshot`.
@@ -31,24 +31,24 @@ use neli::consts::rtnl::RtAddrFamily;
 
 /// The content of a multicast message about an object. The event decoder makes an event from it.
 pub(crate) trait EventMessage {
-    /// The index of the link whose name [`EventMessage::event`] needs; 0 if it needs none.
-    /// `is_deletion`: the message reports a deletion.
+    /// The index of the link whose name [`EventMessage::event`] needs, or 0 if it needs no name.
+    /// `is_deletion` is true if the message reports a deletion.
     fn event_index(&self, is_deletion: bool) -> u32;
 
-    /// The event; `None` if the message cannot affect an object of flannel.
+    /// The event, or `None` if the message cannot affect an object of flannel.
     ///
-    /// `link` is the name of the link with the index [`EventMessage::event_index`]; `None` if the
-    /// index is 0 or the name is unknown. `flags` are the flags in the message header.
+    /// `link` is the name of the link with the index [`EventMessage::event_index`], or `None` if
+    /// the index is 0 or the name is unknown. `flags` are the flags in the message header.
     fn event(&self, link: Option<LinkName>, is_deletion: bool, flags: NlmF) -> Option<KernelEvent>;
 
-    /// The route protocol of the object; `None` if its kind has no protocol.
+    /// The route protocol of the object, or `None` if its kind has no protocol.
     fn protocol(&self) -> Option<u8> {
         None
     }
 }
 
 /// The event for the object with this key. `object` is `None` if no [`Object`] can represent the
-/// message. `is_exact`: `object` represents all attributes of the message.
+/// message. `is_exact` is true if `object` represents all attributes of the message.
 fn event(key: Key, object: Option<Object>, is_exact: bool, is_deletion: bool) -> KernelEvent {
     match object {
         _ if is_deletion => KernelEvent::Deleted(key),
@@ -71,12 +71,12 @@ pub(crate) fn af(family: Family) -> RtAddrFamily {
     }
 }
 
-/// `AF_INET` or `AF_INET6`, that of the address.
+/// `AF_INET` or `AF_INET6`, the family of the address.
 pub(crate) fn af_of(address: IpAddr) -> RtAddrFamily {
     af(Family::of(address))
 }
 
-/// The family; `None` unless `af` is `AF_INET` or `AF_INET6`.
+/// The family, or `None` unless `af` is `AF_INET` or `AF_INET6`.
 pub(crate) fn family_of(af: RtAddrFamily) -> Option<Family> {
     match af {
         RtAddrFamily::Inet => Some(Family::V4),
@@ -92,7 +92,8 @@ mod tests {
 
     use flannel_core::Subnet;
     use flannel_core::object::{
-        Addr, Fdb, Fou, Link, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
+        Addr, Fdb, Fou, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via,
+        Vxlan,
     };
     use neli::rtnl::{Ifaddrmsg, Ifinfomsg, Ndmsg, Rtmsg};
     use neli::{FromBytesWithInput, Header, ToBytes};
@@ -123,28 +124,42 @@ mod tests {
         any::<[u8; 6]>().prop_map(MacAddr)
     }
 
-    fn any_link() -> impl Strategy<Value = Link> {
-        let vxlan = (
+    fn any_lower() -> impl Strategy<Value = Option<LinkName>> {
+        any::<bool>().prop_map(|has_lower| has_lower.then(lower))
+    }
+
+    fn any_fou() -> impl Strategy<Value = LinkKind> {
+        (any::<[u8; 4]>(), any_lower(), any::<u16>(), any::<bool>()).prop_map(
+            |(local, lower, port, one_port)| {
+                Fou { local: local.into(), lower, port, one_port: one_port && port != 0 }.into()
+            },
+        )
+    }
+
+    fn any_vxlan() -> impl Strategy<Value = LinkKind> {
+        (
             1..1u32 << 24,
             any::<u16>(),
             any_mac(),
             prop::option::of(any_ip()),
-            any::<[bool; 4]>(),
-        );
-        let fou = (any::<[u8; 4]>(), any::<u16>(), any::<[bool; 3]>());
-        let fou = (any::<u32>(), fou).prop_map(|(mtu, (local, port, [up, one_port, on]))| {
-            let (local, one_port) = (local.into(), one_port && port != 0);
-            let fou = Fou { local, lower: on.then(lower), port, one_port };
-            Link { name: name(), mtu, up, kind: fou.into() }
-        });
-        let vxlan = (any::<u32>(), vxlan).prop_map(
-            |(mtu, (vni, port, mac, local, [up, learning, gbp, on]))| {
+            any_lower(),
+            any::<bool>(),
+            any::<bool>(),
+        )
+            .prop_map(|(vni, port, mac, local, lower, learning, gbp)| {
                 let local = local.filter(|address| !address.is_unspecified());
-                let vxlan = Vxlan { vni, port, mac, local, lower: on.then(lower), learning, gbp };
-                Link { name: name(), mtu, up, kind: vxlan.into() }
-            },
-        );
-        prop_oneof![fou, vxlan]
+                Vxlan { vni, port, mac, local, lower, learning, gbp }.into()
+            })
+    }
+
+    fn any_link() -> impl Strategy<Value = Link> {
+        let kind = prop_oneof![any_fou(), any_vxlan()];
+        (any::<u32>(), any::<bool>(), kind).prop_map(|(mtu, up, kind)| Link {
+            name: name(),
+            mtu,
+            up,
+            kind,
+        })
     }
 
     fn any_route() -> impl Strategy<Value = Route> {
@@ -188,8 +203,9 @@ mod tests {
 
     /// The fixed header of the only message in `bytes`, as neli reads and writes it.
     fn again<H: Header + FromBytesWithInput<Input = usize> + ToBytes>(bytes: &[u8]) -> Vec<u8> {
-        let (header, mut written) = (&bytes[16..16 + H::header_size()], Cursor::new(Vec::new()));
+        let header = &bytes[16..16 + H::header_size()];
         let read = H::from_bytes_with_input(&mut Cursor::new(header), header.len()).unwrap();
+        let mut written = Cursor::new(Vec::new());
         read.to_bytes(&mut written).unwrap();
         written.into_inner()
     }
@@ -218,38 +234,42 @@ mod tests {
             let codec = link::codec(&link.kind).unwrap();
             let is = read(&bytes(link::create(&link, codec, index)), link::read);
             prop_assert!(is.can_become(&link.kind));
-            let common = link::change(&is, &Link { up: false, ..link.clone() });
-            let all = [link::change_kind(&is, codec, index), link::release(&is), common];
-            prop_assert_eq!(all.map(|requests| requests.len()), [0; 3]);
+            prop_assert_eq!(link::change_kind(&is, codec, index).len(), 0);
+            prop_assert_eq!(link::release(&is).len(), 0);
+            prop_assert_eq!(link::change(&is, &Link { up: false, ..link.clone() }).len(), 0);
         }
 
         #[test]
         fn addresses_round_trip(address in any_ip(), len in 0..=32u8) {
             let addr = Addr { link: name(), address, len };
             let got = read(&written(|r| addr::put(r, &addr, INDEX)), addr::read);
-            prop_assert_eq!((got.index, got.object(name())), (INDEX, addr));
+            prop_assert_eq!(got.index, INDEX);
+            prop_assert_eq!(got.object(name()), addr);
         }
 
         #[test]
         fn neighbours_round_trip(address in any_ip(), mac in any_mac()) {
             let neigh = Neigh { link: name(), address, mac };
             let got = read(&written(|r| neigh::put(r, &neigh, INDEX)), neigh::read);
-            prop_assert_eq!((got.index, got.object(name())), (INDEX, Some(Object::Neigh(neigh))));
+            prop_assert_eq!(got.index, INDEX);
+            prop_assert_eq!(got.object(name()), Some(Object::Neigh(neigh)));
         }
 
         #[test]
         fn forwarding_entries_round_trip(dst in any_ip(), mac in any_mac()) {
             let fdb = Fdb { link: name(), mac, dst };
             let got = read(&written(|r| fdb::put(r, &fdb, INDEX)), neigh::read);
-            prop_assert_eq!((got.index, got.object(name())), (INDEX, Some(Object::Fdb(fdb))));
+            prop_assert_eq!(got.index, INDEX);
+            prop_assert_eq!(got.object(name()), Some(Object::Fdb(fdb)));
         }
 
         #[test]
         fn nexthops_round_trip(id in 1..u32::MAX, gateway in any_ip(), onlink in any::<bool>()) {
             let nexthop = Nexthop { id, link: name(), gateway, onlink };
             let got = read(&written(|r| nexthop::put(r, &nexthop, INDEX)), nexthop::read);
-            let got = (got.index, got.protocol, got.object(name()));
-            prop_assert_eq!(got, (INDEX, 241, Some(nexthop)));
+            prop_assert_eq!(got.index, INDEX);
+            prop_assert_eq!(got.protocol, 241);
+            prop_assert_eq!(got.object(name()), Some(nexthop));
         }
 
         #[test]
@@ -261,33 +281,34 @@ mod tests {
             route in any_route(),
         ) {
             let codec = link::codec(&link.kind).unwrap();
-            let link = bytes(link::create(&link, codec, LOWER));
-            let up = bytes(link::set_up(INDEX, true));
-            for bytes in [link, up] {
-                prop_assert_eq!(again::<Ifinfomsg>(&bytes), &bytes[16..32]);
+            let create = bytes(link::create(&link, codec, LOWER));
+            let set_up = bytes(link::set_up(INDEX, true));
+            for request in [create, set_up] {
+                prop_assert_eq!(again::<Ifinfomsg>(&request), &request[16..32]);
             }
             let addr = Addr { link: name(), address: addr.0, len: addr.1 };
-            let addr = written(|r| addr::put(r, &addr, INDEX));
-            prop_assert_eq!(again::<Ifaddrmsg>(&addr), &addr[16..24]);
+            let put_addr = written(|r| addr::put(r, &addr, INDEX));
+            prop_assert_eq!(again::<Ifaddrmsg>(&put_addr), &put_addr[16..24]);
             let neigh = Neigh { link: name(), address: neigh.0, mac: neigh.1 };
-            let neigh = written(|r| neigh::put(r, &neigh, INDEX));
+            let put_neigh = written(|r| neigh::put(r, &neigh, INDEX));
             let fdb = Fdb { link: name(), dst: fdb.0, mac: fdb.1 };
-            let fdb = written(|r| fdb::put(r, &fdb, INDEX));
-            let route = written(|r| route::put(r, &route, INDEX, true));
-            let host = Subnet::host(Ipv4Addr::LOCALHOST.into());
-            let deleted = written(|r| route::delete_any(r, &host, 7));
-            for bytes in [neigh, fdb] {
-                prop_assert_eq!(again::<Ndmsg>(&bytes), &bytes[16..28]);
+            let put_fdb = written(|r| fdb::put(r, &fdb, INDEX));
+            for request in [put_neigh, put_fdb] {
+                prop_assert_eq!(again::<Ndmsg>(&request), &request[16..28]);
             }
-            for bytes in [route, deleted] {
-                prop_assert_eq!(again::<Rtmsg>(&bytes), &bytes[16..28]);
+            let put_route = written(|r| route::put(r, &route, INDEX, true));
+            let host = Subnet::host(Ipv4Addr::LOCALHOST.into());
+            let delete_route = written(|r| route::delete_any(r, &host, 7));
+            for request in [put_route, delete_route] {
+                prop_assert_eq!(again::<Rtmsg>(&request), &request[16..28]);
             }
         }
 
         #[test]
         fn routes_round_trip(route in any_route()) {
             let got = read(&written(|r| route::put(r, &route, INDEX, true)), route::read);
-            prop_assert_eq!((got.main, got.protocol, got.is_exact()), (true, 241, true));
+            prop_assert!(got.main && got.is_exact());
+            prop_assert_eq!(got.protocol, 241);
             prop_assert_eq!(got.object(|index| (index == INDEX).then(name)), Some(route));
         }
 

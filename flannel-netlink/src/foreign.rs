@@ -1,5 +1,6 @@
-//! Settings of other programs that lead packets elsewhere, or see them first: routing rules, and
-//! what is attached to a device. They are read for the diagnosis of a host. flannel changes none.
+//! Settings of other programs that can redirect or drop packets before flannel's routes apply:
+//! routing rules, and programs and filters that are attached to a device. The diagnosis of a host
+//! reads them. flannel never changes them.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -18,8 +19,8 @@ use crate::codec::{attached, link, route, rule};
 use crate::kernel::query::{ENODEV, name_of};
 use crate::transport::wire::Message;
 
-/// A share of some packets. The order is from all to none, so the share that fulfils two conditions
-/// is the larger value.
+/// A share of some packets. The values are in the order from all to none, so the share of packets
+/// that fulfil two conditions is the larger value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Share {
     /// All of them.
@@ -35,34 +36,34 @@ pub enum Share {
 pub struct Rule {
     /// The family of its packets.
     pub family: Family,
-    /// The kernel asks the rules in the order of their priorities, the smallest first.
+    /// The kernel applies the rules in the order of their priorities, the smallest first.
     pub priority: u32,
-    /// It applies to the packets that its selectors do not match (`not`).
+    /// Whether it applies to the packets that its selectors do not match (`not`).
     pub inverted: bool,
-    /// The source of its packets; `None`: any.
+    /// The source of its packets, or `None` for any source.
     pub src: Option<Subnet>,
-    /// Their destination; `None`: any.
+    /// The destination of its packets, or `None` for any destination.
     pub dst: Option<Subnet>,
-    /// The device that they arrive on; `None`: any.
+    /// The device on which its packets arrive, or `None` for any device.
     pub iif: Option<String>,
-    /// The share of forwarded packets, without a mark, that its other selectors match.
+    /// The share of forwarded packets without a mark that its other selectors match.
     pub rest: Share,
     /// Routes with a prefix of at most this length are ignored in its table
     /// (`suppress_prefixlength`).
     pub suppressed: Option<u8>,
-    /// What it does with its packets.
+    /// What the kernel does with the packets.
     pub action: RuleAction,
 }
 
-/// What a rule does with its packets.
+/// What the kernel does with the packets of a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RuleAction {
-    /// Looks up their route in this table. If it has none, the next rule is asked.
+    /// Looks up their route in this table. If it has no route, the next rule applies.
     Table(u32),
     /// Drops or refuses them: `blackhole`, `unreachable` or `prohibit`.
     Discard(&'static str),
-    /// Makes the kernel go on with the first rule of this priority. Without one, the next rule is
-    /// asked.
+    /// Goes on with the first rule of this priority. If there is no such rule, the next rule
+    /// applies.
     Goto(u32),
     /// Something else, such as nothing (`nop`).
     Other,
@@ -73,11 +74,11 @@ pub enum RuleAction {
 pub struct TableRoute {
     /// Its destination.
     pub dst: Subnet,
-    /// Its device; `None` if it has several, or none.
+    /// Its device, or `None` if it has several devices or no device.
     pub link: Option<LinkName>,
-    /// Its gateway; `None`: the destination is on the link.
+    /// Its gateway, or `None` if the destination is on the link.
     pub gateway: Option<IpAddr>,
-    /// It makes the kernel ask the next rule (type `throw`).
+    /// Whether it makes the kernel go on with the next rule (type `throw`).
     pub throw: bool,
 }
 
@@ -88,12 +89,12 @@ pub struct Attached {
     pub xdp: Vec<u32>,
     /// The kinds of the filters for received and for sent packets (`tc filter`).
     pub filters: BTreeSet<String>,
-    /// The kind of the queueing discipline for sent packets, such as `noqueue`; `None` if the
+    /// The kind of the queueing discipline for sent packets, such as `noqueue`. `None` if the
     /// kernel has no traffic control.
     pub queue: Option<String>,
 }
 
-/// As arguments of `ip rule`, without selectors that are no fields.
+/// Formats the rule as arguments of `ip rule`. The selectors in `rest` are left out.
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { priority, inverted, src, dst, iif, action, .. } = self;
@@ -115,20 +116,23 @@ impl fmt::Display for Rule {
     }
 }
 
-/// As arguments of `ip route`.
+/// Formats the route as arguments of `ip route`.
 impl fmt::Display for TableRoute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}", if self.throw { "throw " } else { "" }, self.dst)?;
         if let Some(gateway) = self.gateway {
             write!(f, " via {gateway}")?;
         }
-        self.link.map_or(Ok(()), |link| write!(f, " dev {link}"))
+        if let Some(link) = self.link {
+            write!(f, " dev {link}")?;
+        }
+        Ok(())
     }
 }
 
 impl NetlinkKernel {
-    /// The routing rules of a family, in the order in which the kernel asks them. There are none if
-    /// the kernel supports no rules, or not this family.
+    /// The routing rules of a family, in the order in which the kernel applies them. Empty if the
+    /// kernel does not support rules or this family.
     ///
     /// # Errors
     /// The rules cannot be read.
@@ -139,31 +143,33 @@ impl NetlinkKernel {
         }
     }
 
-    /// The routes of a table to addresses in `within`. There are none if there is no such table.
+    /// The routes of a table to addresses in `within`. Empty if there is no such table.
     ///
     /// # Errors
     /// The routes cannot be read.
     pub fn table(&self, table: u32, within: Subnet) -> Result<Vec<TableRoute>, KernelError> {
         let mut socket = self.lock();
-        // Kernels before 4.20 send the routes of all tables.
         let read = |message: &Message<'_>| {
-            let found = route::read(message).filter(|found| found.dst.overlaps(&within));
-            found.filter(|_| rule::table_of(message) == Some(table))
+            // Kernels before 4.20 send the routes of all tables.
+            if rule::table_of(message) != Some(table) {
+                return None;
+            }
+            route::read(message).filter(|found| found.dst.overlaps(&within))
         };
-        let found = match socket.dump(route::in_table(within.family(), table), read) {
+        let all = match socket.dump(route::in_table(within.family(), table), read) {
             Err(error) if error.is(ENOENT) => Vec::new(),
-            found => found?,
+            all => all?,
         };
-        let route = |found: RouteMessage| {
-            let has_link = found.index != 0 && !found.multipath;
-            let link = if has_link { name_of(&mut socket, found.index)? } else { None };
-            let throw = found.kind == Rtn::Throw;
-            Ok(TableRoute { dst: found.dst, link, gateway: found.gateway, throw })
-        };
-        found.into_iter().map(route).collect()
+        let mut routes = Vec::new();
+        for RouteMessage { dst, index, multipath, gateway, kind, .. } in all {
+            let has_link = index != 0 && !multipath;
+            let link = if has_link { name_of(&mut socket, index)? } else { None };
+            routes.push(TableRoute { dst, link, gateway, throw: kind == Rtn::Throw });
+        }
+        Ok(routes)
     }
 
-    /// What is attached to a device; nothing if there is no such device. Programs that use `tcx`
+    /// What is attached to a device. Empty if there is no such device. Programs that use `tcx`
     /// (Linux 6.6) are not included, because the kernel reports them only to `bpf(2)`.
     ///
     /// # Errors
@@ -205,8 +211,14 @@ mod tests {
         };
         let text = "pref 100 not from 10.1.0.0/16 to 10.1.7.0/24 iif cni0 lookup 7";
         assert_eq!(rule.to_string(), text);
-        let (src, dst, iif, action) = (None, None, None, RuleAction::Goto(200));
-        let goto = Rule { inverted: false, src, dst, iif, action, ..rule };
+        let goto = Rule {
+            inverted: false,
+            src: None,
+            dst: None,
+            iif: None,
+            action: RuleAction::Goto(200),
+            ..rule
+        };
         assert_eq!(goto.to_string(), "pref 100 goto 200");
     }
 }

@@ -11,7 +11,9 @@
 mod choose;
 mod facts;
 mod follow;
+mod selectors;
 
-pub use choose::{Attempt, SelectError, Selectors, choose};
+pub use choose::{Attempt, SelectError, choose};
 pub use facts::{Address, DefaultRoute, Facts, Interface};
 pub use follow::{InterfaceState, worse};
+pub use selectors::Selectors;

@@ -27,7 +27,7 @@ use flannel_core::object::{Change, Link, Route, State};
 use flannel_core::runtime::lock;
 
 use self::apply::Writer;
-use self::changes::Listener;
+use self::changes::NetlinkChanges;
 use self::foreign_routes::ForeignRoutes;
 use self::process_names::Processes;
 use self::query::lookup;
@@ -42,11 +42,12 @@ use crate::transport::socket::Socket;
 /// one network namespace, over rtnetlink and generic netlink.
 ///
 /// [`open`](Self::open) and reading need no privilege. [`Kernel::apply`], and reading WireGuard
-/// devices, need `CAP_NET_ADMIN` in the user namespace that owns the network namespace, and for
-/// devices with UDP headers (`Fou`) in that of the host. Several may be open at once, for the same
-/// network namespace or for different ones. Calls that use the same `NetlinkKernel` wait for each
-/// other. The methods of [`Kernel`] need no tokio runtime. [`Changes::next`] needs one with I/O and
-/// time.
+/// devices, need `CAP_NET_ADMIN` in the user namespace that owns the network namespace. Devices
+/// with UDP headers (`Fou`) need it in the user namespace of the host.
+///
+/// Several handles may be open at once, for the same network namespace or for different ones. Calls
+/// that use the same `NetlinkKernel` wait for each other. The methods of [`Kernel`] need no tokio
+/// runtime. [`Changes::next`] needs one with I/O and time.
 ///
 /// ```no_run
 /// use flannel_core::Kernel;
@@ -72,7 +73,7 @@ pub struct NetlinkKernel {
     without_nexthops: bool,
 }
 
-/// A network namespace, and what is remembered of it.
+/// A network namespace, and the entries of it that later requests depend on.
 #[derive(Debug)]
 pub(crate) struct Place {
     namespace: Arc<Namespace>,
@@ -82,8 +83,11 @@ pub(crate) struct Place {
 
 impl Place {
     pub(crate) fn new(namespace: Namespace) -> Self {
-        let (foreign, wireguard) = Default::default();
-        Self { namespace: Arc::new(namespace), foreign, wireguard }
+        Self {
+            namespace: Arc::new(namespace),
+            foreign: ForeignRoutes::default(),
+            wireguard: WireguardDevices::default(),
+        }
     }
 }
 
@@ -111,19 +115,18 @@ impl NetlinkKernel {
 
     fn of(namespace: Namespace) -> Result<Self, KernelError> {
         let (socket, processes) = namespace.run(|| (Socket::open(), Processes::here()))?;
-        let (socket, processes) = (socket?, Mutex::new(processes));
-        let port = socket.port();
+        let socket = socket?;
         Ok(Self {
             place: Place::new(namespace),
+            port: socket.port(),
             socket: Mutex::new(socket),
-            processes,
-            port,
+            processes: Mutex::new(processes),
             without_nexthops: false,
         })
     }
 
     /// Makes [`Kernel::nexthop_ids`] report nexthop objects as unusable. The route engine then puts
-    /// routes via gateways, which replace the routes that an earlier run left on nexthop objects.
+    /// routes via gateways. They replace routes of an earlier run that use nexthop objects.
     pub fn without_nexthops(self) -> Self {
         Self { without_nexthops: true, ..self }
     }
@@ -132,8 +135,8 @@ impl NetlinkKernel {
         &self.place.namespace
     }
 
-    /// Locks the request socket. A panic of another thread that held the lock does no harm: the
-    /// answers that it did not read have old sequence numbers, and are skipped.
+    /// Locks the request socket. The lock stays usable after a panic of a thread that held it: the
+    /// answers that the thread did not read have old sequence numbers, and are skipped.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Socket> {
         lock(&self.socket)
     }
@@ -177,10 +180,15 @@ impl Kernel for NetlinkKernel {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         let Place { namespace, foreign, wireguard } = &self.place;
-        let (of_listener, port) = (Arc::clone(namespace), self.port);
-        let (foreign, wireguard) = (foreign.clone(), wireguard.clone());
-        let open = || Listener::open(of_listener, port, foreign, wireguard);
-        Ok(Box::new(namespace.run(open)??))
+        let changes = namespace.run(|| {
+            NetlinkChanges::open(
+                Arc::clone(namespace),
+                self.port,
+                foreign.clone(),
+                wireguard.clone(),
+            )
+        })??;
+        Ok(Box::new(changes))
     }
 }
 
@@ -194,7 +202,7 @@ impl GoRouteKernel for NetlinkKernel {
     }
 }
 
-/// Finds the processes that have sockets in the network namespace of this kernel handle.
+/// Names the processes that have sockets in the network namespace of this kernel handle.
 impl ProcessNames for NetlinkKernel {
     fn name(&self, port: u32) -> Option<Process> {
         lock(&self.processes).name(port)

@@ -2,11 +2,12 @@
 //! dumps, and notifications of changes by other programs.
 //!
 //! The caller encodes and decodes the attributes of the messages, such as tables, chains and rules.
-//! Numbers in them are big-endian, unlike those of rtnetlink.
+//! Numbers in them are big-endian, unlike in rtnetlink.
 //!
 //! **Source**: linux `net/netfilter/nfnetlink.c`.
 
 use flannel_core::kernel::KernelError;
+use libc::EMSGSIZE;
 use neli::consts::nl::NlmF;
 use neli::consts::socket::NlFamily;
 use nix::sys::socket::SockProtocol;
@@ -17,13 +18,13 @@ use crate::transport::wire::Message;
 
 pub use crate::transport::wire::{Attributes, Messages};
 
-/// `NFNL_MSG_BATCH_BEGIN` and `_END`.
-const BATCH: [u16; 2] = [16, 17];
+/// `NFNL_MSG_BATCH_BEGIN`.
+const BATCH_BEGIN: u16 = 16;
+/// `NFNL_MSG_BATCH_END`.
+const BATCH_END: u16 = 17;
 /// The largest number of changes in a batch. The answers to all of them must fit into the receive
 /// buffer of the socket, which has room for at least 250 with the default of Linux.
 const MOST_CHANGES: usize = 200;
-/// `EMSGSIZE`.
-const TOO_MANY: i32 = 90;
 /// Bytes of `struct nfgenmsg`.
 const HEADER: usize = 4;
 /// The size of the receive buffer for changes, in bytes. An overflow is reported as a change.
@@ -51,7 +52,7 @@ impl Kind {
     }
 }
 
-/// Whether a change may create its object. Except for [`Self::New`], it is no error if the object
+/// Whether a change may create its object. Only for [`Self::New`] it is an error if the object
 /// exists already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Make {
@@ -88,7 +89,7 @@ impl Batch {
     /// An empty batch for a subsystem (`NFNL_SUBSYS_…`).
     pub fn new(subsystem: u8) -> Self {
         let mut batch = Self { subsystem, messages: Messages::default(), len: 0 };
-        batch.fence(BATCH[0]);
+        batch.delimit(BATCH_BEGIN);
         batch
     }
 
@@ -122,7 +123,7 @@ impl Batch {
 
     /// Adds the message that begins or ends a batch. The subsystem is in its resource field, which
     /// is big-endian.
-    fn fence(&mut self, kind: u16) {
+    fn delimit(&mut self, kind: u16) {
         self.messages.begin(kind, NlmF::empty(), &[0, 0, 0, self.subsystem]);
     }
 }
@@ -130,7 +131,7 @@ impl Batch {
 /// The kernel refused a batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// The number of the refused change, from 0 in the order of [`Batch::add`]; `None` if the
+    /// The number of the refused change, from 0 in the order of [`Batch::add`]. `None` if the
     /// kernel refused the batch as a whole, or the socket failed.
     pub change: Option<usize>,
     /// The kernel's error.
@@ -191,9 +192,9 @@ impl NetfilterSocket {
         let whole = |error| Refused { change: None, error };
         if batch.len > MOST_CHANGES {
             let detail = format!("{} changes, expected at most {MOST_CHANGES}", batch.len);
-            return Err(whole(KernelError::explained(TOO_MANY, detail)));
+            return Err(whole(KernelError::explained(EMSGSIZE, detail)));
         }
-        batch.fence(BATCH[1]);
+        batch.delimit(BATCH_END);
         let results = self.0.send_as_is(&mut batch.messages).map_err(whole)?;
         let changes = results.len() - 2;
         if let Some((n, Some(Err(error)))) =
@@ -284,10 +285,11 @@ impl NetfilterEvents {
         &mut self,
         concerns: impl Fn(&NetfilterMessage<'_>) -> bool,
     ) -> Result<(), KernelError> {
-        let by_others = |message: &Message<'_>| {
-            message.port != self.own_port
-                && NetfilterMessage::read(message).as_ref().is_none_or(&concerns)
-        };
-        self.socket.wait_for(by_others).await
+        self.socket
+            .wait_for(|message| {
+                message.port != self.own_port
+                    && NetfilterMessage::read(message).as_ref().is_none_or(&concerns)
+            })
+            .await
     }
 }

@@ -7,14 +7,14 @@
 //! [`Table`] is the address of a table. [`Chain`] is a chain with its rules. [`Set`] and
 //! [`Batches`] change sets of addresses, and maps from addresses to marks, in as many transactions
 //! as the elements need. [`at_one_moment`] repeats a read until no transaction of any program came
-//! between its steps. [`GROUP`] is the group with the changes, for `NetfilterEvents`. That type,
-//! the socket and the transaction are those of [`netfilter`](crate::netfilter).
+//! between its steps. [`GROUP`] is the multicast group of changes, for `NetfilterEvents`. That
+//! type, the socket and the transaction are in [`netfilter`](crate::netfilter).
 //!
-//! The module knows tables of the families `ip`, `ip6` and `inet`. It can write no NAT to chosen
-//! addresses, no jumps, and no sets and maps other than those of addresses and marks. It keeps
-//! nothing in place: that is the work of `flannel-firewall`.
+//! The module knows tables of the families `ip`, `ip6` and `inet`. It cannot write NAT to chosen
+//! addresses, jumps, or sets and maps of other values than addresses and marks. It does not repair
+//! a table that another program changes: `flannel-firewall` does.
 //!
-//! A function that takes a socket blocks for a request to the kernel, or for some. It needs
+//! A function that takes a socket blocks for one or more requests to the kernel. It needs
 //! `CAP_NET_ADMIN`, and works in the network namespace of the thread that opened the socket. The
 //! other functions only add changes to a transaction. They panic if a name or a value is longer
 //! than 65,000 bytes.
@@ -73,7 +73,7 @@ pub use self::expr::{
 pub use self::set::{Batches, Marks, Set, SetHead};
 pub use self::table::{Table, TableFamily, TableHead};
 
-/// `NFNLGRP_NFTABLES`: the multicast group with the changes of all tables.
+/// `NFNLGRP_NFTABLES`: the multicast group of the changes of all tables.
 pub const GROUP: u32 = 7;
 /// `NFNL_SUBSYS_NFTABLES`.
 const SUBSYSTEM: u8 = 10;
@@ -96,12 +96,12 @@ pub fn generation(socket: &mut NetfilterSocket) -> Result<u32, KernelError> {
     socket.ask(any, |_| (), |message| number_in(message.attributes.0, 1))
 }
 
-/// Repeats `read`, 16 times at most, until the ruleset does not change meanwhile. An error of a
-/// `read` during which it changed does not count.
+/// Calls `read` until the ruleset does not change meanwhile, at most 16 times. The result of a call
+/// during which the ruleset changed is ignored, even if it is an error.
 ///
 /// # Errors
-/// An error of `read`. For errors of its own, this function calls `about`: the [`generation`]
-/// cannot be read, or the ruleset changed during each attempt (`EAGAIN`).
+/// An error of `read`. Or the [`generation`] cannot be read, or the ruleset changed during each
+/// attempt (`EAGAIN`): `about` converts these errors.
 pub fn at_one_moment<T, E>(
     socket: &mut NetfilterSocket,
     about: impl Fn(KernelError) -> E,

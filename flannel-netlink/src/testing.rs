@@ -85,8 +85,8 @@ pub fn in_netns<F: FnOnce() + Send + 'static>(test: F) {
     run_in_netns(&test_name::<F>(), test);
 }
 
-/// [`in_netns`] for asynchronous tests: `test` returns a future, which runs on a tokio runtime of
-/// one thread inside the namespace.
+/// Runs an asynchronous test in its own network namespace, as [`in_netns`] does. The future that
+/// `test` returns runs on a tokio runtime of one thread inside the namespace.
 ///
 /// # Panics
 /// As [`in_netns`].
@@ -132,24 +132,38 @@ fn run_again_in_user_namespace(test: &str) {
     let mut command = Command::new("unshare");
     command.args(["--user", "--map-root-user", "--"]).arg(binary);
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1");
-    // With pipes, the wait would last until all processes that a failed test started have ended.
-    let [out, err] = ["stdout", "stderr"].map(|name| {
-        File::from(
-            memfd_create(name, MFdFlags::MFD_CLOEXEC).expect("there is memory for the output"),
-        )
-    });
-    let [ours_out, ours_err] =
-        [&out, &err].map(|file| file.try_clone().expect("there is a file descriptor"));
-    let status = command.stdout(out).stderr(err).status();
-    let status =
-        status.expect("`unshare` of util-linux is needed to run this test as an ordinary user");
-    let [stdout, stderr] = [ours_out, ours_err].map(|mut file| {
-        let mut printed = Vec::new();
-        file.rewind().and_then(|()| file.read_to_end(&mut printed)).expect("it is in memory");
-        String::from_utf8_lossy(&printed).into_owned()
-    });
+    let out = Printed::new("stdout");
+    let err = Printed::new("stderr");
+    let status = command
+        .stdout(out.writer())
+        .stderr(err.writer())
+        .status()
+        .expect("`unshare` of util-linux is needed to run this test as an ordinary user");
+    let stdout = out.text();
+    let stderr = err.text();
     let ran = status.success() && stdout.contains("1 passed");
     assert!(ran, "{test} failed in a user namespace ({status}):\n{stdout}\n{stderr}");
+}
+
+/// The output of a program, in memory. With a pipe, the wait would last until all processes that a
+/// failed test started have ended.
+struct Printed(File);
+
+impl Printed {
+    fn new(name: &str) -> Self {
+        let file = memfd_create(name, MFdFlags::MFD_CLOEXEC);
+        Self(file.expect("there is memory for the output").into())
+    }
+
+    fn writer(&self) -> File {
+        self.0.try_clone().expect("there is a file descriptor")
+    }
+
+    fn text(mut self) -> String {
+        let mut bytes = Vec::new();
+        self.0.rewind().and_then(|()| self.0.read_to_end(&mut bytes)).expect("it is in memory");
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
 }
 
 /// Runs `ip` of iproute2 in the network namespace of the calling thread, and returns its standard
@@ -174,9 +188,10 @@ pub fn bridge(args: &str) -> String {
 /// # Panics
 /// It fails.
 pub fn run(program: &str, args: &str) -> String {
-    let output = Command::new(program).args(args.split_whitespace()).output();
-    let output =
-        output.unwrap_or_else(|error| panic!("`{program}` is needed for this test: {error}"));
+    let output = Command::new(program)
+        .args(args.split_whitespace())
+        .output()
+        .unwrap_or_else(|error| panic!("`{program}` is needed for this test: {error}"));
     assert!(
         output.status.success(),
         "{program} {args}: {}",

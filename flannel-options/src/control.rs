@@ -9,7 +9,7 @@ pub const DOCTOR_PORT: &str = "8473";
 /// The name of the control socket in the directory of the subnet file.
 const SOCKET: &str = "flanneld.sock";
 
-/// The control socket for a value of `--control-socket`; `None` if it is `off`.
+/// The control socket for a value of `--control-socket`, or `None` if that is `off`.
 pub fn socket(given: Option<&Path>, subnet_file: &Path) -> Option<PathBuf> {
     match given {
         Some(path) if path.as_os_str() == "off" => None,
@@ -18,7 +18,7 @@ pub fn socket(given: Option<&Path>, subnet_file: &Path) -> Option<PathBuf> {
     }
 }
 
-/// Parses a port. A number below 1 is 0, which means none.
+/// Parses a port. A number below 1 becomes 0, which stands for no port.
 ///
 /// **Source**: flannel `main.go`.
 ///

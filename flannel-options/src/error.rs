@@ -6,7 +6,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Not an error: the text of `--help` or `--version`.
+    /// The text of `--help` or `--version`, which is not an error.
     #[error("{0}")]
     Help(String),
     /// The command line or the environment is wrong.
@@ -15,7 +15,7 @@ pub enum Error {
     /// The registry cannot be used.
     #[error("--registry {url}: {source}")]
     Registry {
-        /// As given.
+        /// The text of the option.
         url: String,
         /// The reason.
         source: Box<flannel_core::Error>,
@@ -31,7 +31,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// 0 for help, 2 for wrong usage, 1 for everything else.
+    /// The exit code: 0 for help, 2 for wrong usage, 1 for everything else.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Help(_) => 0,

@@ -34,7 +34,7 @@ pub struct InterfaceFlags {
 }
 
 impl InterfaceFlags {
-    /// The same as typed values. An empty text counts as not given.
+    /// The options as typed values. An empty text counts as not given.
     pub fn selectors(&self) -> Selectors {
         let given = |all: &[String]| all.iter().filter(|text| !text.is_empty()).cloned().collect();
         Selectors {

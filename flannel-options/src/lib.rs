@@ -8,7 +8,12 @@ mod nearest;
 pub mod printable;
 mod secrets;
 pub mod state_dir;
-mod store;
+/// The options of the store of leases.
+mod store {
+    #[cfg(feature = "etcd")]
+    pub(crate) mod etcd;
+    pub(crate) mod registry;
+}
 
 pub use command_line::{CommandLine, environment, go_flags, with_plain_usage};
 pub use error::Error;

@@ -1,16 +1,21 @@
 //! The right name for a misspelt one.
 
-/// The least likeness, from 0 to 1. With it one letter of three may be wrong, or two of five.
+/// The least likeness of two names, from 0 to 1. With it, one letter of three may be wrong, or two
+/// of five.
 const ALIKE: f64 = 0.6;
 
-/// The name that is most like `wrong`, without regard to case; `None` if none is like it.
+/// The name that is most like `wrong`, without regard to case. Returns `None` if no name is like
+/// it.
 pub fn nearest<'a>(wrong: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let wrong = wrong.to_ascii_lowercase();
-    let likeness =
-        |name: &str| strsim::normalized_damerau_levenshtein(&wrong, &name.to_ascii_lowercase());
-    let all = names.into_iter().map(|name| (likeness(name), name));
-    let best = all.max_by(|(a, _), (b, _)| a.total_cmp(b))?;
-    (best.0 >= ALIKE).then_some(best.1)
+    let (likeness, name) = names
+        .into_iter()
+        .map(|name| {
+            let lower = name.to_ascii_lowercase();
+            (strsim::normalized_damerau_levenshtein(&wrong, &lower), name)
+        })
+        .max_by(|(a, _), (b, _)| a.total_cmp(b))?;
+    (likeness >= ALIKE).then_some(name)
 }
 
 #[cfg(test)]

@@ -45,9 +45,10 @@ pub fn lines(text: &str) -> String {
     page(text, &[])
 }
 
-/// As [`lines`], but `codes`, which are the escape codes of the program, stay too.
+/// Does what [`lines`] does, but keeps `codes` too, which are the escape codes of the program.
 pub fn page(text: &str, codes: &[&str]) -> String {
-    let (mut out, mut rest) = (String::with_capacity(text.len()), text);
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
     while let Some(at) = rest.find(['\n', '\x1b']) {
         let (before, from) = rest.split_at(at);
         let own = codes.iter().chain(&["\n"]).find(|code| from.starts_with(**code));

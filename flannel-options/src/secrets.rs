@@ -20,15 +20,25 @@ pub struct FileSecrets {
     dir: PathBuf,
     /// The files of secrets that are not in `dir`.
     elsewhere: BTreeMap<&'static str, PathBuf>,
-    /// The files from which secrets are copied, each with a check of its content.
-    sources: BTreeMap<&'static str, (PathBuf, IsValid)>,
+    /// The files from which secrets are copied.
+    sources: BTreeMap<&'static str, Source>,
+}
+
+/// A file from which a secret is copied.
+#[derive(Debug, Clone)]
+struct Source {
+    file: PathBuf,
+    is_valid: IsValid,
 }
 
 impl FileSecrets {
     /// The secrets in this state directory.
     pub fn new(state_dir: &Path) -> Self {
-        let (elsewhere, sources) = Default::default();
-        Self { dir: state_dir.join("secrets"), elsewhere, sources }
+        Self {
+            dir: state_dir.join("secrets"),
+            elsewhere: BTreeMap::new(),
+            sources: BTreeMap::new(),
+        }
     }
 
     /// Keeps the secret with this name in another file.
@@ -43,28 +53,30 @@ impl FileSecrets {
     /// `valid`, the secret is made or kept.
     #[must_use]
     pub fn adopting(mut self, name: &'static str, file: PathBuf, valid: IsValid) -> Self {
-        self.sources.insert(name, (file, valid));
+        self.sources.insert(name, Source { file, is_valid: valid });
         self
     }
 
     fn file(&self, name: &str) -> io::Result<PathBuf> {
-        let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        if name.is_empty() || !name.chars().all(fits) {
+        let is_plain =
+            name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
+        if name.is_empty() || !is_plain {
             let reason = format!("{name:?} is not the name of a secret: expected a-z, 0-9 and '-'");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
         }
         Ok(self.elsewhere.get(name).cloned().unwrap_or_else(|| self.dir.join(name)))
     }
 
-    /// The content of the file that the secret is copied from; `None` if there is none.
+    /// The content of the file from which the secret is to be copied. `None` if there is no such
+    /// file, or if it is older or not valid.
     fn adopted(&self, name: &str) -> io::Result<Option<Secret>> {
-        let Some((file, valid)) = self.sources.get(name) else { return Ok(None) };
+        let Some(Source { file, is_valid }) = self.sources.get(name) else { return Ok(None) };
         let written = |file: &Path| fs::metadata(file).and_then(|it| it.modified()).ok();
         if written(&self.file(name)?) >= written(file) {
             return Ok(None);
         }
         match read_secret(file) {
-            Ok(secret) if !valid(secret.expose()) => {
+            Ok(secret) if !is_valid(secret.expose()) => {
                 let path = file.display();
                 tracing::warn!(secret = name, file = %path, "a damaged secret is not copied");
                 Ok(None)
@@ -128,7 +140,8 @@ mod tests {
         let made = secrets.get_or_create("tunnel-1", &|| Ok(Secret::new(*b"one"))).await.unwrap();
         let again = FileSecrets::new(dir.path());
         let kept = again.get_or_create("tunnel-1", &|| panic!("the secret exists")).await.unwrap();
-        assert_eq!((kept.expose(), made), (b"one".as_slice(), kept.clone()));
+        assert_eq!(kept.expose(), b"one");
+        assert_eq!(made, kept);
         let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode();
         assert_eq!(mode("secrets") & 0o777, 0o700);
         assert_eq!(mode("secrets/tunnel-1") & 0o777, 0o400);

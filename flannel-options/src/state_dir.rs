@@ -1,8 +1,8 @@
 //! The state directory (`--state-dir`): the files that a host keeps over restarts, and its lock.
 //!
-//! The file `version` has the version of all files without their own version line. Their format is
-//! that of builds without versions. A build that changes the format of a file writes the version
-//! into the first line of that file. A file of a newer version is neither used nor overwritten.
+//! The file `version` has the version of all files without their own version line. Builds without
+//! versions can read these files. A build that changes the format of a file writes the version into
+//! the first line of that file. A file of a newer version is neither used nor overwritten.
 
 use std::fs::DirBuilder;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
@@ -36,7 +36,7 @@ const VERSION: u32 = 1;
 )]
 struct NewerVersion {
     version: String,
-    /// The file that says so, if it is another one.
+    /// Names the file with the version, if that is another file.
     by: String,
 }
 
@@ -86,18 +86,17 @@ pub fn read_networks(file: &Path) -> Vec<Subnet> {
         );
         None
     });
-    let text = text.unwrap_or_default();
-    let network = |line: &str| {
-        let network = line.parse().ok();
-        if network.is_none() {
-            tracing::warn!(
+    let mut networks = Vec::new();
+    for line in text.unwrap_or_default().lines() {
+        match line.parse() {
+            Ok(network) => networks.push(network),
+            Err(_) => tracing::warn!(
                 path = %file.display(), ?line,
                 "a line is ignored: expected a network such as 10.1.0.0/16"
-            );
+            ),
         }
-        network
-    };
-    text.lines().filter_map(network).collect()
+    }
+    networks
 }
 
 /// Writes the pod networks into a file of [`networks`], unless it has them already. A file that
@@ -153,7 +152,7 @@ pub fn holder_id(dir: &Path) -> Result<HolderId, Error> {
     Ok(holder)
 }
 
-/// Reads a state file, without its version line; `None`: there is no such file.
+/// Reads a state file, without its version line. Returns `None` if the file does not exist.
 ///
 /// # Errors
 /// The file system refused, or the file has a newer version ([`is_newer`]).
@@ -193,8 +192,8 @@ fn version_of(file: &Path) -> PathBuf {
     file.with_file_name("version")
 }
 
-/// The text after the version line, if this build can read that version. `of` is the file of the
-/// text, if the version is that of another one.
+/// The text after the version line, if this build can read that version. If the version belongs to
+/// another file, `of` is the file of the text.
 fn without_version<'a>(text: &'a str, of: Option<&Path>) -> io::Result<&'a str> {
     let (line, rest) = text.split_once('\n').unwrap_or((text, ""));
     let version = line.strip_prefix(HEADER).unwrap_or(line);
@@ -242,9 +241,9 @@ fn warn_of_writers(dir: &Path) -> io::Result<()> {
     let metadata = fs::metadata(dir)?;
     let mode = metadata.permissions().mode() & 0o7777;
     if mode & 0o022 != 0 {
-        let (path, mode) = (dir.display(), format!("{mode:04o}"));
+        let mode = format!("{mode:04o}");
         tracing::warn!(
-            %path, %mode, owner = metadata.uid(),
+            path = %dir.display(), %mode, owner = metadata.uid(),
             "other users may write to the state directory, and so act for this node: chmod go-w"
         );
     }
@@ -271,7 +270,8 @@ pub async fn lock(dir: &Path) -> Result<FileLock, Error> {
     let failed = |reason: String| Error::File { path: path.clone(), reason };
     let refused = |error: io::Error| failed(format!("{error} (see --state-dir)"));
     create(dir).and_then(|()| warn_of_writers(dir)).map_err(refused)?;
-    let (begin, mut is_logged) = (Instant::now(), false);
+    let begin = Instant::now();
+    let mut is_logged = false;
     loop {
         match FileLock::take(&path).map_err(refused)? {
             Some(lock) => {
@@ -345,7 +345,8 @@ mod tests {
         }
         let us = format!("(process {})", std::process::id());
         assert_eq!(logged.count(&us), 1, "{:?}", logged.warnings());
-        let (_first, before) = (lock(dir.path()).await.unwrap(), Instant::now());
+        let _first = lock(dir.path()).await.unwrap();
+        let before = Instant::now();
         assert!(lock(dir.path()).await.is_err() && before.elapsed() >= PATIENCE);
     }
 
@@ -390,7 +391,8 @@ mod tests {
     #[test]
     fn an_unreadable_version_is_an_error_with_its_file_and_cure() {
         let dir = tempfile::tempdir().unwrap();
-        let (mark, version) = (dir.path().join("mark"), dir.path().join("version"));
+        let mark = dir.path().join("mark");
+        let version = dir.path().join("version");
         holder_id(dir.path()).unwrap();
         fs::remove_file(&version).unwrap();
         fs::create_dir(&version).unwrap();

@@ -16,7 +16,6 @@
 //! | `OfferPlan` | the plan for the leases of one backend type |
 //! | `Answers`, `StaleLookups` | the kernel's answers to plans, and those that may have changed |
 //! | `PathMtus` | the MTUs that the routes to peers get, where larger packets are lost |
-//! | `ViewFilter` | the accepted peers of each view, for a network that runs itself |
 //!
 //! It needs no runtime. It does not block, except in a closure or kernel that you pass: `Answers`
 //! asks the kernel. The example has a plan with one route for each peer. It admits one lease and
@@ -73,7 +72,6 @@ mod offer_plan;
 mod path_mtus;
 mod peer_index;
 mod stale_lookups;
-mod view_filter;
 mod winners;
 
 pub use admit::{Admission, AdmissionRules, Changed, Delta};
@@ -81,4 +79,3 @@ pub use offer_plan::{Handshakes, OfferPlan};
 pub use path_mtus::PathMtus;
 pub use peer_index::{Id, Peer};
 pub use stale_lookups::{Answers, StaleLookups};
-pub use view_filter::ViewFilter;

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep_until};
 use crate::admission::{Handshakes, PathMtus};
 use crate::engine::{Engine, Inputs};
 use crate::gated_kernel::GatedKernel;
-use crate::kernel_network::KernelNetwork;
+use crate::kernel_network::{EngineOptions, KernelNetwork};
 use crate::listener::Listener;
 use crate::schedule::{Done, Permits, Schedule};
 use flannel_core::kernel::{Invalidation, ProcessNames};
@@ -115,26 +115,17 @@ impl Drop for Driver {
 
 impl Driver {
     pub(crate) fn new(network: KernelNetwork, views: watch::Receiver<View>) -> Self {
-        let KernelNetwork {
-            kernel,
-            names,
-            engine,
-            status,
-            questions,
-            resync,
-            mtus,
-            handshakes,
-            ..
-        } = network;
+        let KernelNetwork { kernel, engine, status, questions, options, .. } = network;
+        let EngineOptions { resync, path_mtus, handshakes, process_names, .. } = options;
         let now = Instant::now();
         Self {
             kernel: Arc::new(GatedKernel::new(kernel)),
-            names,
+            names: process_names,
             engine: Some(engine),
             status,
             views,
-            mtus,
-            handshakes,
+            mtus: path_mtus.unwrap_or_else(|| watch::channel(PathMtus::default()).1),
+            handshakes: handshakes.unwrap_or_else(|| watch::channel(Handshakes::default()).1),
             arrived: Some(now),
             questions,
             asked: Vec::new(),

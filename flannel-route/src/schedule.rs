@@ -73,7 +73,7 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
-    /// For `resync` see [`KernelNetwork::with_resync`](crate::KernelNetwork::with_resync).
+    /// For `resync` see [`EngineOptions::resync`](crate::EngineOptions::resync).
     pub(crate) fn new(now: Instant, resync: Option<Duration>) -> Self {
         let resync = resync.map_or(RESYNC, |p| if p.is_zero() { NEVER } else { p.min(NEVER) });
         Self {

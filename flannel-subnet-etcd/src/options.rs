@@ -1,6 +1,7 @@
 //! The options of the connection to etcd.
 
 use std::fmt;
+use std::path::Path;
 use std::time::Duration;
 
 use flannel_core::Credential;
@@ -18,24 +19,26 @@ use flannel_core::Credential;
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 pub struct EtcdOptions {
-    /// URLs such as `http://192.0.2.1:2379` or `https://etcd.example:2379`; at least one. Without a
-    /// scheme it is `https://` if a credential is set, else `http://`. Empty texts are ignored.
+    /// At least one URL, such as `http://192.0.2.1:2379` or `https://etcd.example:2379`. If the
+    /// scheme is missing, it is `https://` if a credential is set, else `http://`. Empty texts are
+    /// ignored.
     pub endpoints: Vec<String>,
-    /// The prefix of all keys, without `/config` and `/subnets`: `/coreos.com/network` by default.
+    /// The prefix of all keys, without `/config` and `/subnets`. The default is
+    /// `/coreos.com/network`.
     pub prefix: String,
-    /// The CAs for `https://` endpoints, as PEM certificates. If it is `None`, the system's CAs are
-    /// trusted.
+    /// The CAs for `https://` endpoints, as PEM certificates. If it is `None`, the CAs of the
+    /// system are trusted.
     pub ca: Option<Credential>,
-    /// This node's PEM certificate, for `https://` endpoints that require one.
+    /// This node's PEM certificate for `https://` endpoints that require one, or `None`.
     pub certificate: Option<Credential>,
-    /// The PEM key of `certificate`. Both are set, or neither.
+    /// The PEM key of `certificate`. Set both, or neither.
     pub key: Option<Credential>,
-    /// An etcd user, with `password`; `None`: no user. Both are ignored if etcd has no
+    /// An etcd user with a `password`, or `None` for no user. Both are ignored if etcd has no
     /// authentication enabled.
     pub username: Option<String>,
-    /// The user's password. User and password are both set, or neither.
+    /// The user's password. Set user and password, or neither.
     pub password: Option<String>,
-    /// The time limit of one request at one endpoint; not 0.
+    /// The time limit of one request at one endpoint. It must not be 0.
     pub request_timeout: Duration,
     /// The time for which a request is repeated. The last attempt may end later. With 0, each
     /// endpoint is asked once.
@@ -88,7 +91,8 @@ pub enum EtcdOptionsError {
     Half {
         /// The option that is set, as Go flannel calls it.
         has: &'static str,
-        /// Its file or name and a space. Empty for a password and for a credential as a value.
+        /// Its file or name and a space. It is empty for a password and for a credential as a
+        /// value.
         value: String,
         /// The option that is missing.
         lacks: &'static str,
@@ -106,36 +110,32 @@ impl EtcdOptions {
 
     /// The checked options, with complete endpoints.
     pub(crate) fn checked(mut self) -> Result<Self, EtcdOptionsError> {
-        let tls = self.has_credentials();
-        let endpoints = self.endpoints.iter().map(|endpoint| endpoint.trim());
-        let endpoints = endpoints.filter(|endpoint| !endpoint.is_empty());
-        let full = endpoints.map(|endpoint| url(endpoint, tls)).collect::<Result<_, _>>();
-        self.endpoints = full.map_err(EtcdOptionsError::Endpoints)?;
+        let has_credentials = self.has_credentials();
+        self.endpoints = self
+            .endpoints
+            .iter()
+            .map(|endpoint| endpoint.trim())
+            .filter(|endpoint| !endpoint.is_empty())
+            .map(|endpoint| url(endpoint, has_credentials))
+            .collect::<Result<_, _>>()
+            .map_err(EtcdOptionsError::Endpoints)?;
         if self.endpoints.is_empty() {
-            let none = "there is no endpoint; expected at least one, such as http://127.0.0.1:2379";
-            return Err(EtcdOptionsError::Endpoints(none.to_owned()));
+            let reason =
+                "there is no endpoint; expected at least one, such as http://127.0.0.1:2379";
+            return Err(EtcdOptionsError::Endpoints(reason.to_owned()));
         }
         let file = |credential: &Option<Credential>| {
-            let shown = |path: &std::path::Path| format!("{} ", path.display());
+            let shown = |path: &Path| format!("{} ", path.display());
             credential.as_ref().map(|it| it.file().map(shown).unwrap_or_default())
         };
-        let pairs = [
-            ("certfile", file(&self.certificate), "keyfile", file(&self.key)),
-            (
-                "username",
-                self.username.as_ref().map(|name| format!("{name:?} ")),
-                "password",
-                self.password.as_ref().map(|_| String::new()),
-            ),
-        ];
-        for pair in pairs {
-            match pair {
-                (has, Some(value), lacks, None) | (lacks, None, has, Some(value)) => {
-                    return Err(EtcdOptionsError::Half { has, value, lacks });
-                }
-                _ => {}
-            }
-        }
+        let certfile = Given { field: "certfile", value: file(&self.certificate) };
+        let keyfile = Given { field: "keyfile", value: file(&self.key) };
+        check_both(certfile, keyfile)?;
+        let name = self.username.as_ref().map(|name| format!("{name:?} "));
+        let username = Given { field: "username", value: name };
+        let password =
+            Given { field: "password", value: self.password.as_ref().map(|_| String::new()) };
+        check_both(username, password)?;
         Ok(self)
     }
 
@@ -145,9 +145,10 @@ impl EtcdOptions {
 
     /// Warns about endpoints without TLS if credentials for TLS are set.
     pub(crate) fn warn_of_plain(&self) {
-        let tls = self.has_credentials();
-        let plain = self.endpoints.iter().filter(|endpoint| endpoint.starts_with("http://"));
-        for endpoint in plain.filter(|_| tls) {
+        if !self.has_credentials() {
+            return;
+        }
+        for endpoint in self.endpoints.iter().filter(|endpoint| endpoint.starts_with("http://")) {
             tracing::warn!(
                 %endpoint,
                 "TLS files are given, but this endpoint does not use TLS: expected https://"
@@ -156,8 +157,28 @@ impl EtcdOptions {
     }
 }
 
+/// An option as it was given.
+struct Given {
+    field: &'static str,
+    /// The value for a message, or `None` if the option is not set.
+    value: Option<String>,
+}
+
+/// Checks that both options are set, or neither.
+fn check_both(one: Given, other: Given) -> Result<(), EtcdOptionsError> {
+    match (one.value, other.value) {
+        (Some(value), None) => {
+            Err(EtcdOptionsError::Half { has: one.field, value, lacks: other.field })
+        }
+        (None, Some(value)) => {
+            Err(EtcdOptionsError::Half { has: other.field, value, lacks: one.field })
+        }
+        (Some(_), Some(_)) | (None, None) => Ok(()),
+    }
+}
+
 /// An endpoint as a URL with scheme, host and port only.
-fn url(endpoint: &str, tls: bool) -> Result<String, String> {
+fn url(endpoint: &str, has_credentials: bool) -> Result<String, String> {
     if let Some((_, host)) = endpoint.rsplit_once('@') {
         return Err(format!(
             "the endpoint at {host} contains a user name or password: set them with their own \
@@ -171,7 +192,7 @@ fn url(endpoint: &str, tls: bool) -> Result<String, String> {
     };
     let (scheme, rest) = match endpoint.split_once("://") {
         Some((scheme, rest)) => (scheme.to_ascii_lowercase(), rest),
-        None => (if tls { "https" } else { "http" }.to_owned(), endpoint),
+        None => (if has_credentials { "https" } else { "http" }.to_owned(), endpoint),
     };
     if scheme == "unix" || scheme == "unixs" {
         return refuse("is a Unix socket, which is not supported");
@@ -183,12 +204,12 @@ fn url(endpoint: &str, tls: bool) -> Result<String, String> {
     let Some((host, port)) = rest.rsplit_once(':').filter(|(_, port)| !port.contains(']')) else {
         return refuse("has no port");
     };
-    let is_v6 = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-    let good = match is_v6 {
+    let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let is_host = match bracketed {
         Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
         None => !host.is_empty() && !host.contains([' ', '/', ':', '[', ']', '?', '#']),
     };
-    if !good {
+    if !is_host {
         return refuse("has no host");
     }
     if port.parse::<u16>().ok().filter(|port| *port > 0).is_none() {

@@ -1,4 +1,4 @@
-//! The registry: the key of each request, and the meaning of its answer.
+//! The registry: which request to etcd each call makes, and what the answer means.
 
 mod grants;
 mod keys;
@@ -19,7 +19,7 @@ use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::subnet::{StoreKind, StoreReason};
 use flannel_core::{Error, Result, Subnets};
 use flannel_subnet::{
-    ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch, config_conflict,
+    ConfigText, Entry, HolderId, LeaseGrant, LeaseList, Registry, Watch, config_conflict,
 };
 
 use self::keys::{read, revision};
@@ -31,13 +31,14 @@ use crate::options::EtcdOptions;
 /// A registry in etcd (API version 3, tested from 3.4). Clones share the registry and its
 /// connections.
 ///
-/// - **Endpoints**: one connection at a time, to an endpoint chosen at random and kept while it
+/// - **Endpoints.** Requests go to one endpoint, which is chosen at random and kept while it
 ///   answers. A request without an answer is repeated at the next endpoint, with growing random
 ///   pauses, for [`EtcdOptions::patience`]. So a failed leader or endpoint delays a request, but
 ///   does not fail it. During an outage that has lasted longer, a request asks each endpoint once,
 ///   and lists are repeated after pauses that grow to two minutes, so that the nodes of a cluster
 ///   do not return together. After a short outage they return within about its length.
-/// - **Dead connections** are noticed within 10 s while a request waits.
+/// - **Dead connections** are noticed within 10 s while a request waits. A connect that hangs
+///   delays only its own request.
 /// - **TLS** 1.2 or newer if an endpoint begins with `https://`. Changed files are read again at
 ///   the next request.
 /// - **Errors** that only an operator can resolve (a wrong password, a missing permission, a
@@ -50,7 +51,7 @@ use crate::options::EtcdOptions;
 ///   listed again, a subnet that was released after the backup may have two holders.
 /// - **Memory.** A list is read in pages at one revision. Values above
 ///   [`LARGEST_VALUE`](flannel_core::lease::LARGEST_VALUE) are dropped page by page, and the leases
-///   of a listing have at most 64 MiB in all. A watch ends after 64 MiB of values or 65,536 skipped
+///   of a list have at most 64 MiB in all. A watch ends after 64 MiB of values or 65,536 skipped
 ///   keys, and a list follows. Until then, a node that watches may know leases for which a node
 ///   that lists has no room, at most 64 MiB. So whatever a party writes below the prefix, no node
 ///   runs out of memory.
@@ -63,8 +64,8 @@ impl EtcdRegistry {
     /// A registry on these endpoints. It makes no connection, so etcd may start later.
     ///
     /// # Errors
-    /// [`Error::Refused`]: an endpoint is not a URL, a file cannot be read or has no certificate or
-    /// key, or of two options that belong together one is missing.
+    /// [`Error::Refused`] if an endpoint is not a URL, if a file cannot be read or has no
+    /// certificate or key, or if one of two options that belong together is missing.
     ///
     /// # Blocking
     /// Reads the files of certificates and keys.
@@ -132,12 +133,12 @@ impl Registry for EtcdRegistry {
             let options = WatchOptions::new();
             let mut watch =
                 EtcdWatch::open(&self.0.attempts, key, options, revision(after)).await?;
-            // A gap is a reason to read again, too.
+            // The config is read again after missed changes, too.
             while watch.next().await?.is_some_and(|batch| batch.events.is_empty()) {}
         }
     }
 
-    async fn list(&self) -> Result<Listing> {
+    async fn list(&self) -> Result<LeaseList> {
         self.0.list().await
     }
 
@@ -164,13 +165,13 @@ impl Registry for EtcdRegistry {
         subnets: &Subnets,
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
-    ) -> Result<Result<Entry, Listing>> {
+    ) -> Result<Result<Entry, LeaseList>> {
         let most = self.0.most_keys.load(Ordering::Relaxed);
         let options = GetOptions::new().with_prefix().with_limit(most.try_into().unwrap_or(1));
         let all = TxnOp::get(self.0.keys.leases(), Some(options));
         match self.0.write(subnets, absent, Some(all), attrs, grant).await? {
             Ok(entry) => Ok(Ok(entry)),
-            Err(Keys { kvs, at, are_all: true }) => Ok(Err(self.0.listing(&kvs, at))),
+            Err(Keys { kvs, at, are_all: true }) => Ok(Err(self.0.lease_list(&kvs, at))),
             Err(Keys { are_all: false, .. }) => self.list().await.map(Err),
         }
     }

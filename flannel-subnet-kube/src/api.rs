@@ -37,26 +37,28 @@ const LONGEST: Duration = Duration::from_secs(10);
 /// The largest part of an error body that is read, in bytes.
 const REFUSAL: usize = 64 * 1024;
 
-/// The reason for a missing answer. The caller reacts differently to each variant.
+/// Why a request has no answer. The caller reacts differently to each variant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// The requested version is too old: list again.
+    /// The requested version is too old. A list is necessary.
     Gone,
-    /// There is no such object.
+    /// The object does not exist.
     NotFound(String),
-    /// The server is overloaded: try again later.
+    /// The server is overloaded. A later attempt may succeed, after the time that the server may
+    /// ask for.
     Busy { after: Option<Duration>, reason: String },
     /// Only an operator or other credentials can help.
     Refused(StoreReason),
-    /// Only an operator can help: this account lacks a permission.
+    /// This account lacks a permission. Only an operator can help.
     Forbidden(String),
-    /// The server or a proxy answers with another error: try again.
+    /// The server or a proxy answers with another error. A later attempt may succeed.
     Erred(String),
-    /// The server's cache has not reached the requested version, which may not exist: try again.
+    /// The server's cache has not reached the requested version, which may not exist. A later
+    /// attempt may succeed.
     TooLarge(String),
     /// No data arrived for this time.
     Silent(Duration),
-    /// Anything else: try again.
+    /// Anything else. A later attempt may succeed.
     Failed(StoreReason),
 }
 
@@ -174,7 +176,7 @@ impl Api {
 
     /// The error of the trait for a failure of `call`.
     pub(crate) fn error(&self, call: &Call, failure: Failure) -> Error {
-        let (store, what) = (self.name.clone(), call.resource);
+        let store = self.name.clone();
         match failure {
             Failure::Refused(reason) => Error::Refused { store, reason },
             Failure::Forbidden(text) => {
@@ -182,8 +184,8 @@ impl Api {
             }
             Failure::NotFound(reason) => Error::NotReady { store, reason },
             failure => {
-                let text = format!("{} {what}: {failure}", call.verb);
-                Error::Store { store, source: StoreReason::new(text, failure.cause()).into() }
+                let reason = format!("{} {}: {failure}", call.verb, call.resource);
+                Error::Store { store, source: StoreReason::new(reason, failure.cause()).into() }
             }
         }
     }
@@ -283,7 +285,7 @@ impl Api {
     }
 }
 
-/// The next part of a body; `None` at its end.
+/// The next part of a body, or `None` at its end.
 pub(crate) async fn part(body: &mut Body, patience: Duration) -> Result<Option<Bytes>, Failure> {
     loop {
         match timeout(patience, body.frame()).await {
@@ -303,7 +305,8 @@ pub(crate) async fn part(body: &mut Body, patience: Duration) -> Result<Option<B
 
 /// The body of an answer, up to `most` bytes.
 pub(crate) async fn read(answer: Response<Body>, most: usize) -> Result<Bytes, Failure> {
-    let (mut body, mut all) = (answer.into_body(), Vec::new());
+    let mut body = answer.into_body();
+    let mut all = Vec::new();
     while let Some(bytes) = part(&mut body, PATIENCE).await? {
         all.extend_from_slice(&bytes[..bytes.len().min(most - all.len())]);
         if all.len() == most {
@@ -370,26 +373,29 @@ struct StatusCause {
 }
 
 impl Status {
-    /// The cache has not reached the requested version, or it may never have existed.
+    /// Whether the cache has not reached the requested version. It may never have existed.
     ///
     /// **Source**: client-go `tools/cache/reflector.go: isTooLargeResourceVersionError`, for
     /// Kubernetes 1.18.6 and later.
     fn is_too_large(&self) -> bool {
-        let causes = self.details.iter().flat_map(|details| &details.causes);
-        causes.into_iter().any(|cause| cause.reason == "ResourceVersionTooLarge")
+        self.details
+            .iter()
+            .flat_map(|details| &details.causes)
+            .any(|cause| cause.reason == "ResourceVersionTooLarge")
     }
 }
 
+/// The failure of a request that the server refused.
 async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
     let status = answer.status();
-    let seconds = answer
+    let after = answer
         .headers()
         .get(header::RETRY_AFTER)
-        .and_then(|value| value.to_str().ok()?.parse().ok());
-    let after = seconds.map(Duration::from_secs);
+        .and_then(|value| value.to_str().ok()?.parse().ok())
+        .map(Duration::from_secs);
     let bytes = read(answer, REFUSAL).await.unwrap_or_default();
     let parsed = serde_json::from_slice::<Status>(&bytes).ok();
-    let too_large = parsed.as_ref().is_some_and(Status::is_too_large);
+    let is_too_large = parsed.as_ref().is_some_and(Status::is_too_large);
     let message = parsed
         .map_or_else(|| String::from_utf8_lossy(&bytes).trim().to_owned(), |parsed| parsed.message);
     let Call { verb, resource, .. } = call;
@@ -399,7 +405,7 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
         StatusCode::TOO_MANY_REQUESTS => {
             Failure::Busy { after, reason: format!("too many requests (429): {message}") }
         }
-        _ if too_large => Failure::TooLarge(format!("{status}: {message}")),
+        _ if is_too_large => Failure::TooLarge(format!("{status}: {message}")),
         StatusCode::SERVICE_UNAVAILABLE if after.is_some() => {
             Failure::Busy { after, reason: format!("not available (503): {message}") }
         }
@@ -438,11 +444,12 @@ fn chain(error: &dyn std::error::Error) -> String {
 
 /// Escapes a value in a query.
 pub(crate) fn escape(text: &str) -> String {
-    let one = |byte: u8| match byte {
-        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {
-            char::from(byte).to_string()
-        }
-        byte => format!("%{byte:02X}"),
-    };
-    text.bytes().map(one).collect()
+    text.bytes()
+        .map(|byte| match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {
+                char::from(byte).to_string()
+            }
+            byte => format!("%{byte:02X}"),
+        })
+        .collect()
 }

@@ -16,13 +16,13 @@ use flannel_core::lease::{Origin, Revision, View};
 use flannel_core::runtime::Task;
 use flannel_core::subnet::SkippedEntry;
 use tokio::sync::watch::{Receiver, Sender, channel};
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use crate::api::pause::Pause;
 use crate::api::{Api, Failure};
 use crate::node::annotations::wrong_overwrites;
 use crate::node::{Node, Wire};
-use list::Freshness;
+use list::{Freshness, LateCache};
 use nodes::Nodes;
 pub(crate) use nodes::ReadOptions;
 use outage::OutageLog;
@@ -30,16 +30,16 @@ use outage::OutageLog;
 /// The largest number of new problems that have a line each in the log. The others share a line.
 const LINES: usize = 5;
 
-/// The state of this node among the followed nodes.
+/// This node among the followed nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Own {
     /// No list is complete yet.
     Unknown,
-    /// There is no such node.
+    /// The node does not exist.
     Gone,
-    /// It exists.
+    /// The node exists.
     Here(Arc<Node>),
-    /// It exists, but cannot be decoded, for this reason.
+    /// The node exists, but cannot be decoded, for this reason.
     Wrong(String),
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Follower {
     pub(crate) read_options: ReadOptions,
     pub(crate) views: Receiver<View>,
     pub(crate) own: Receiver<Own>,
-    /// Only a test uses it before the drop.
+    /// Only a test uses it. Its drop ends the task.
     #[cfg_attr(not(test), expect(dead_code))]
     pub(crate) task: Task,
 }
@@ -74,7 +74,8 @@ impl Follower {
     }
 
     /// Whether its task still runs.
-    pub(crate) fn lives(&self) -> bool {
+    pub(crate) fn is_running(&self) -> bool {
+        // A closed channel is an error.
         self.own.has_changed().is_ok()
     }
 }
@@ -84,8 +85,8 @@ struct Following {
     api: Arc<Api>,
     read_options: ReadOptions,
     nodes: Nodes,
-    /// The first and the last time in a row at which the server's cache was late.
-    late: Option<(Instant, Instant)>,
+    /// `None` unless the server's cache was late at the last list.
+    late: Option<LateCache>,
     /// The last logged error of an event that could not be read.
     unreadable: String,
     /// The name of this node.
@@ -96,7 +97,8 @@ struct Following {
 
 impl Following {
     async fn run(mut self) {
-        let (mut pause, mut outage) = (Pause::new(), OutageLog::default());
+        let mut pause = Pause::new();
+        let mut outage = OutageLog::default();
         let mut freshness = Freshness::Own;
         loop {
             match self.list(&freshness).await {
@@ -120,7 +122,16 @@ impl Following {
         }
     }
 
-    /// Notes that the leases are equal at a later version. Notifies no receiver.
+    /// Publishes the state of this node. Notifies receivers only if it has changed.
+    fn set_own(&self, own: Own) {
+        self.own_node.send_if_modified(|now| {
+            let has_changed = *now != own;
+            *now = own;
+            has_changed
+        });
+    }
+
+    /// Notes that the leases are equal at a later version. Does not notify receivers.
     fn unchanged(&self, revision: Revision) {
         self.views.send_if_modified(|view| {
             view.origin = Origin::Live { revision };
@@ -131,29 +142,30 @@ impl Following {
     /// Publishes the leases. Notifies receivers only if leases changed or became live.
     fn publish(&self, revision: Revision) {
         self.views.send_if_modified(|view| {
-            let changed = self.nodes.leases().changes_since(&view.leases).next().is_some();
-            if changed {
+            let has_changed = self.nodes.leases().changes_since(&view.leases).next().is_some();
+            if has_changed {
                 view.leases = self.nodes.leases().clone();
             }
-            let first = matches!(view.origin, Origin::Cached { .. });
+            let is_first = matches!(view.origin, Origin::Cached { .. });
             view.origin = Origin::Live { revision };
-            first || changed
+            is_first || has_changed
         });
-        let mut wrong = self.nodes.wrong();
+        self.publish_problems();
+    }
+
+    /// Notes the problems of nodes in the status, and logs the new problems.
+    fn publish_problems(&self) {
+        let mut problems = self.nodes.problems();
         if let Own::Here(node) = &*self.own_node.borrow() {
-            let overwrites = wrong_overwrites(
-                &node.values,
-                &self.read_options.families,
-                &self.read_options.prefix,
-            );
-            wrong.extend(overwrites.map(|why| {
+            let ReadOptions { prefix, families } = &self.read_options;
+            problems.extend(wrong_overwrites(&node.values, families, prefix).map(|why| {
                 let key = format!("node {}", node.name);
                 SkippedEntry::new(key, format!("{why}; it is not used"))
             }));
         }
         let mut stats = self.api.stats();
         let known: HashSet<_> = std::mem::take(&mut stats.skipped).into_iter().collect();
-        let mut new = wrong.iter().filter(|problem| !known.contains(*problem));
+        let mut new = problems.iter().filter(|problem| !known.contains(*problem));
         for SkippedEntry { key, reason, .. } in new.by_ref().take(LINES) {
             tracing::warn!(store = self.api.name(), %key, %reason, "a node has a problem");
         }
@@ -161,7 +173,7 @@ impl Following {
         if more > 0 {
             tracing::warn!(more, store = self.api.name(), "more nodes have a problem");
         }
-        stats.skipped = wrong;
+        stats.skipped = problems;
     }
 }
 
@@ -205,7 +217,7 @@ mod tests {
         let attrs = LeaseAttrs::from(Offer { public, kind: "vxlan".into(), ..Offer::default() });
         let held = manager.acquire_lease(&attrs).await.unwrap();
         manager.report(&Readiness::Ready).await.unwrap();
-        let story = async {
+        let steps = async {
             let until = async |condition: &dyn Fn() -> bool| {
                 while !condition() {
                     sleep(Duration::from_millis(2)).await;
@@ -217,7 +229,7 @@ mod tests {
                     .is_some_and(|now| now["status"] == status)
             };
             until(&|| says("False") && server.count("watch=") == 1).await;
-            // Like a panic.
+            // The task ends as after a panic.
             manager.shared.follow(|follower| follower.task.abort()).await.unwrap();
             let asked = server.requests().len();
             until(&|| server.count("NotOlderThan") == 2 && server.count("watch=") == 2).await;
@@ -231,7 +243,7 @@ mod tests {
         };
         tokio::select! {
             end = manager.hold_lease(&held) => panic!("{end:?}"),
-            done = tokio::time::timeout(Duration::from_secs(20), story) => {
+            done = tokio::time::timeout(Duration::from_secs(20), steps) => {
                 done.unwrap_or_else(|_| panic!("it takes too long: {:#?}", server.requests()));
             }
         }

@@ -3,9 +3,9 @@
 //! Kubernetes assigns the subnets, and leases do not expire. This node publishes its attributes,
 //! keeps them published, and notices when it gets other subnets.
 //!
-//! **Source**: flannel `pkg/subnet/kube/kube.go`. Unlike there, a missing PodCIDR is waited for,
-//! another one moves the lease, any changed attribute of either family is a change, and removed
-//! annotations are restored.
+//! **Source**: flannel `pkg/subnet/kube/kube.go`. Unlike Go flannel, this manager waits for a
+//! missing PodCIDR, moves the lease to another PodCIDR, treats any changed attribute of either
+//! family as a change, and restores removed annotations.
 
 mod condition;
 mod hold;
@@ -60,7 +60,7 @@ impl KubeManager {
     /// A manager on the API server of the options. Sends no request.
     ///
     /// # Errors
-    /// [`Error::Refused`]: the options do not lead to an API server, or a file is wrong.
+    /// [`Error::Refused`] if the options do not lead to an API server, or a file is wrong.
     ///
     /// # Blocking
     /// Reads a kubeconfig, certificates and tokens.
@@ -71,9 +71,9 @@ impl KubeManager {
 
 #[async_trait]
 impl SubnetManager for KubeManager {
-    /// After a lease was acquired, the networks may not change any more, because pods would not
-    /// survive that. The first config is returned after the API server has answered. Views and
-    /// leases use the config that was returned last, not a later file.
+    /// The first config is returned after the API server has answered. After a lease was acquired,
+    /// the networks may not change any more, because pods would not survive that. Views and leases
+    /// use the config that was returned last, not a later file.
     ///
     /// After [`Error::NotReady`], for example because the PodCIDR is missing, the next call waits.
     /// The wait ends when the watch shows that the reason has passed or changed, when the config
@@ -112,21 +112,22 @@ impl SubnetManager for KubeManager {
         }
     }
 
-    /// Addresses from the annotations `node-public-ip` and `node-public-ipv6`, and the attributes
-    /// that this node published last. Without a complete lease, those of its last one.
+    /// The addresses from the annotations `node-public-ip` and `node-public-ipv6`, and the
+    /// attributes that this node published last. If the node has no complete lease, they are the
+    /// addresses and attributes of its last lease.
     async fn hints(&self) -> Result<Hints> {
         let held = self.shared.held();
         let hints = match (self.shared.own_hints().await, &held) {
             (Err(Error::NotReady { .. }), Some(held)) => return Ok(held.hints()),
             (hints, _) => self.shared.note_obstacle(hints)?,
         };
-        Ok(match held.filter(|_| hints.previous.is_none()) {
-            Some(held) => {
+        match held {
+            Some(held) if hints.previous.is_none() => {
                 let Hints { last_published, previous, .. } = held.hints();
-                Hints { last_published, previous, ..hints }
+                Ok(Hints { last_published, previous, ..hints })
             }
-            None => hints,
-        })
+            _ => Ok(hints),
+        }
     }
 
     /// If the node has no complete lease, an earlier lease is still used. Usually no other node
@@ -148,8 +149,10 @@ impl SubnetManager for KubeManager {
         *lock(&self.shared.held) = Some(held);
         self.shared.ownership.send_replace(Ownership::Held { until: None });
         let node = self.shared.name().await?;
-        let (subnets, store) = (lease.subnets, self.shared.api.name());
-        tracing::info!(%subnets, %node, store, "lease acquired");
+        tracing::info!(
+            subnets = %lease.subnets, %node, store = self.shared.api.name(),
+            "lease acquired"
+        );
         Ok(lease)
     }
 
@@ -176,7 +179,7 @@ impl SubnetManager for KubeManager {
     }
 
     /// Updated while [`SubnetManager::hold_lease`] runs. The lease is lost if the node is deleted,
-    /// or has other PodCIDRs, none, or unusable ones.
+    /// or if its PodCIDRs are missing, unusable or others.
     fn ownership(&self) -> watch::Receiver<Ownership> {
         self.shared.ownership.subscribe()
     }
@@ -191,17 +194,17 @@ impl SubnetManager for KubeManager {
         if !self.publishes_readiness() {
             return Ok(());
         }
-        if let Readiness::Starting { datapath_in_place } = readiness {
-            return if *datapath_in_place {
-                Ok(())
-            } else {
-                self.shared.withdraw_condition().await
-            };
+        match readiness {
+            Readiness::Starting { datapath_in_place: true } => return Ok(()),
+            Readiness::Starting { datapath_in_place: false } => {
+                return self.shared.withdraw_condition().await;
+            }
+            _ => {}
         }
         self.shared.readiness.send_if_modified(|published| {
-            let new = published.as_ref() != Some(readiness);
+            let is_new = published.as_ref() != Some(readiness);
             *published = Some(readiness.clone());
-            new
+            is_new
         });
         self.condition.get_or_init(|| Task::spawn(condition::keep(Arc::clone(&self.shared))));
         Ok(())

@@ -1,7 +1,7 @@
 //! The parts of a node that flannel reads: a few hundred of its twenty thousand bytes.
 //!
-//! Decoding has two stages. The first ([`Wire`]) scans the bytes once and borrows the relevant
-//! parts. The second ([`Node`]) decodes them, and only if they have changed.
+//! Decoding has two stages. The first stage ([`Wire`]) scans the bytes once and borrows the
+//! relevant parts. The second stage ([`Node`]) decodes these parts if they have changed.
 
 pub(crate) mod annotations;
 pub(crate) mod prefix;
@@ -17,7 +17,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use annotations::{MANAGED, Values, is_read, read, size};
+use annotations::{MANAGED, ReadAttrs, Values, is_read, read, size};
 use prefix::Prefix;
 
 /// The condition for a node's network.
@@ -42,8 +42,9 @@ pub(crate) struct Wire<'a> {
     spec: Spec<'a>,
     #[serde(borrow)]
     status: Option<&'a RawValue>,
-    /// Of the status of an error event.
+    /// The HTTP status of an error event.
     pub(crate) code: u16,
+    /// The message of an error event.
     #[serde(borrow)]
     pub(crate) message: Cow<'a, str>,
 }
@@ -78,9 +79,10 @@ impl Wire<'_> {
             hasher.write(text.as_bytes());
             hasher.write_u8(0xff);
         };
-        let raw = [self.metadata.creation_timestamp, self.spec.pod_cidr, self.spec.pod_cidrs];
-        raw.into_iter().for_each(|raw| add(raw.map_or("", RawValue::get)));
-        // The second stage finds errors.
+        for raw in [self.metadata.creation_timestamp, self.spec.pod_cidr, self.spec.pod_cidrs] {
+            add(raw.map_or("", RawValue::get));
+        }
+        // The second stage reports errors.
         let _ = self.each_annotation(prefix, |name, value| {
             add(name);
             add(value.get());
@@ -88,32 +90,18 @@ impl Wire<'_> {
         hasher.finish()
     }
 
-    /// Flannel's annotations, by their names without the prefix.
+    /// Calls `each` with the name (without the prefix) and the value of each of flannel's
+    /// annotations.
     fn each_annotation(
         &self,
         prefix: &Prefix,
-        mut each: impl FnMut(&str, &RawValue),
+        each: impl FnMut(&str, &RawValue),
     ) -> Result<(), serde_json::Error> {
-        struct Own<'p, F>(&'p Prefix, F);
-        impl<'de, F: FnMut(&str, &RawValue)> Visitor<'de> for Own<'_, F> {
-            type Value = ();
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-            fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
-                while let Some(Name(name)) = map.next_key()? {
-                    match self.0.strip(&name) {
-                        Some(name) => (self.1)(name, map.next_value()?),
-                        None => drop(map.next_value::<serde::de::IgnoredAny>()?),
-                    }
-                }
-                Ok(())
-            }
-        }
         let Some(raw) = self.metadata.annotations.filter(|raw| raw.get() != "null") else {
             return Ok(());
         };
-        serde_json::Deserializer::from_str(raw.get()).deserialize_map(Own(prefix, &mut each))
+        serde_json::Deserializer::from_str(raw.get())
+            .deserialize_map(AnnotationVisitor { prefix, each })
     }
 
     /// Decodes the node.
@@ -121,44 +109,42 @@ impl Wire<'_> {
     /// # Errors
     /// The part that cannot be decoded.
     pub(crate) fn node(&self, prefix: &Prefix) -> Result<Node, String> {
-        fn text<'a, T: Deserialize<'a> + Default>(
-            raw: Option<&'a RawValue>,
-            what: &str,
-        ) -> Result<T, String> {
-            let Some(raw) = raw.filter(|raw| raw.get() != "null") else { return Ok(T::default()) };
-            serde_json::from_str(raw.get())
-                .map_err(|error| format!("{what}: {} ({error})", raw.get()))
-        }
-        let mut values = Values::new();
-        let mut wrong = None;
-        let each = |name: &str, raw: &RawValue| {
-            if !is_read(name) {
-                return;
-            }
-            match serde_json::from_str::<Cow<'_, str>>(raw.get()) {
-                Ok(value) => drop(values.insert(name.into(), value.into())),
-                Err(error) => wrong = Some(format!("annotation {prefix}{name}: {error}")),
-            }
-        };
-        self.each_annotation(prefix, each).map_err(|error| format!("annotations: {error}"))?;
-        if let Some(wrong) = wrong {
-            return Err(wrong);
-        }
-        let mut pod_cidrs: Vec<String> = text(self.spec.pod_cidrs, "spec.podCIDRs")?;
+        let values = self.values(prefix)?;
+        let mut pod_cidrs: Vec<String> = decode(self.spec.pod_cidrs, "spec.podCIDRs")?;
         if pod_cidrs.is_empty() {
-            let one: String = text(self.spec.pod_cidr, "spec.podCIDR")?;
-            pod_cidrs.extend(Some(one).filter(|one| !one.is_empty()));
+            let one: String = decode(self.spec.pod_cidr, "spec.podCIDR")?;
+            if !one.is_empty() {
+                pod_cidrs.push(one);
+            }
         }
-        let created: String = text(self.metadata.creation_timestamp, "metadata.creationTimestamp")?;
-        let status: Status = text(self.status, "status")?;
+        let created: String =
+            decode(self.metadata.creation_timestamp, "metadata.creationTimestamp")?;
+        let status: Status = decode(self.status, "status")?;
         let condition = status.conditions.into_iter().find(|condition| condition.kind == CONDITION);
         Ok(Node {
             name: self.metadata.name.as_ref().into(),
-            created: moment(&created),
+            created: sortable_time(&created),
             pod_cidrs,
             values,
             condition,
         })
+    }
+
+    /// The values of the annotations that flannel reads.
+    fn values(&self, prefix: &Prefix) -> Result<Values, String> {
+        let mut values = Values::new();
+        let mut wrong = None;
+        self.each_annotation(prefix, |name, raw| {
+            if !is_read(name) {
+                return;
+            }
+            match serde_json::from_str::<Cow<'_, str>>(raw.get()) {
+                Ok(value) => _ = values.insert(name.into(), value.into()),
+                Err(error) => wrong = Some(format!("annotation {prefix}{name}: {error}")),
+            }
+        })
+        .map_err(|error| format!("annotations: {error}"))?;
+        wrong.map_or(Ok(values), Err)
     }
 
     /// The version of the node as a number.
@@ -167,12 +153,45 @@ impl Wire<'_> {
     }
 }
 
-/// A key that is borrowed if possible.
-#[derive(Deserialize)]
-struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
+/// Decodes a part of a node. A missing part and `null` are the default. `name` is for the error.
+fn decode<'a, T: Deserialize<'a> + Default>(
+    raw: Option<&'a RawValue>,
+    name: &str,
+) -> Result<T, String> {
+    let Some(raw) = raw.filter(|raw| raw.get() != "null") else { return Ok(T::default()) };
+    serde_json::from_str(raw.get()).map_err(|error| format!("{name}: {} ({error})", raw.get()))
+}
 
-/// `2026-11-21T20:19:51Z` as 20261121201951, which has the same order.
-fn moment(text: &str) -> u64 {
+/// Calls `each` for the annotations with this prefix, and skips the others.
+struct AnnotationVisitor<'p, F> {
+    prefix: &'p Prefix,
+    each: F,
+}
+
+impl<'de, F: FnMut(&str, &RawValue)> Visitor<'de> for AnnotationVisitor<'_, F> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
+        while let Some(AnnotationName(name)) = map.next_key()? {
+            match self.prefix.strip(&name) {
+                Some(name) => (self.each)(name, map.next_value()?),
+                None => drop(map.next_value::<serde::de::IgnoredAny>()?),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The name of an annotation, borrowed if possible.
+#[derive(Deserialize)]
+struct AnnotationName<'a>(#[serde(borrow)] Cow<'a, str>);
+
+/// The time `2026-11-21T20:19:51Z` as 20261121201951, which has the same order.
+fn sortable_time(text: &str) -> u64 {
     text.bytes()
         .filter(u8::is_ascii_digit)
         .take(14)
@@ -185,7 +204,7 @@ struct Status {
     conditions: Vec<Condition>,
 }
 
-/// One of a node's conditions, without its heartbeat.
+/// A condition of a node, without its heartbeat.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub(crate) struct Condition {
@@ -208,12 +227,28 @@ pub(crate) struct Node {
     pod_cidrs: Vec<String>,
     /// Flannel's annotations.
     pub(crate) values: Values,
-    /// [`CONDITION`].
+    /// The condition [`CONDITION`].
     pub(crate) condition: Option<Condition>,
 }
 
+/// The lease of a node.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct NodeLease {
+    /// `None` if the node does not run flannel, has no subnets, or has a value that prevents a
+    /// lease.
+    pub(crate) lease: Option<Lease>,
+    /// What is wrong with the node.
+    pub(crate) problems: Vec<String>,
+}
+
+impl NodeLease {
+    fn none(problem: Option<String>) -> Self {
+        Self { lease: None, problems: problem.into_iter().collect() }
+    }
+}
+
 impl Node {
-    /// The PodCIDRs of these families; `None` if it has none of them.
+    /// The PodCIDRs of these families, or `None` if the node has no such PodCIDR.
     ///
     /// # Errors
     /// A PodCIDR that cannot be a node's subnet.
@@ -235,41 +270,42 @@ impl Node {
         Ok(Subnets::new(all.values().copied()))
     }
 
-    /// The node runs flannel.
+    /// Whether the node runs flannel.
     pub(crate) fn is_managed(&self) -> bool {
         self.values.get(MANAGED).is_some_and(|value| &**value == "true")
     }
 
-    /// Its lease, if it runs flannel and has subnets, and its problems.
+    /// The lease of the node, and the node's problems.
     pub(crate) fn lease(
         &self,
         revision: Revision,
         families: &[Family],
         prefix: &Prefix,
-    ) -> (Option<Lease>, Vec<String>) {
+    ) -> NodeLease {
         if !self.is_managed() {
-            return (None, Vec::new());
+            return NodeLease::none(None);
         }
         let subnets = match self.subnets(families) {
             Ok(Some(subnets)) => subnets,
             Ok(None) => {
                 let families: Vec<String> = families.iter().map(ToString::to_string).collect();
-                return (None, vec![format!("it has no PodCIDR for {}", families.join(" or "))]);
+                let problem = format!("it has no PodCIDR for {}", families.join(" or "));
+                return NodeLease::none(Some(problem));
             }
-            Err(wrong) => return (None, vec![wrong]),
+            Err(problem) => return NodeLease::none(Some(problem)),
         };
         if let Err(TooLarge { size }) = TooLarge::check(size(&self.values, families)) {
-            let wrong = format!(
+            return NodeLease::none(Some(format!(
                 "its annotations {prefix}* for its lease have {size} bytes, expected at most \
                  {LARGEST_VALUE}: its lease is not used"
-            );
-            return (None, vec![wrong]);
+            )));
         }
-        let (attrs, wrong) = read(&self.values, families, prefix);
-        (
-            Some(Lease { subnets, attrs, expires: None, since: Revision(self.created), revision }),
-            wrong,
-        )
+        let ReadAttrs { attrs, problems } = read(&self.values, families, prefix);
+        let since = Revision(self.created);
+        NodeLease {
+            lease: Some(Lease { subnets, attrs, expires: None, since, revision }),
+            problems,
+        }
     }
 }
 
@@ -295,25 +331,25 @@ mod tests {
         serde_json::from_str::<Wire<'_>>(text).unwrap().node(&Prefix::default()).unwrap()
     }
 
-    fn lease(text: &str, families: &[Family]) -> (Option<Lease>, Vec<String>) {
+    fn lease(text: &str, families: &[Family]) -> NodeLease {
         node(text).lease(Revision(42), families, &Prefix::default())
     }
 
     #[test]
     fn a_node_is_decoded_into_a_lease() {
-        let (lease, wrong) = lease(NODE, &[Family::V4]);
+        let NodeLease { lease, problems } = lease(NODE, &[Family::V4]);
         let lease = lease.unwrap();
-        assert_eq!((lease.subnets.to_string().as_str(), wrong.len()), ("10.1.5.0-24", 0));
+        assert_eq!(problems, Vec::<String>::new());
+        assert_eq!(lease.subnets.to_string(), "10.1.5.0-24");
         assert_eq!(
             lease.attrs.preferred.data.v4.as_deref(),
             Some(r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:01"}"#)
         );
-        assert_eq!((lease.since, lease.revision), (Revision(20_261_121_201_951), Revision(42)));
+        assert_eq!(lease.since, Revision(20_261_121_201_951));
+        assert_eq!(lease.revision, Revision(42));
         let condition = node(NODE).condition.unwrap();
-        assert_eq!(
-            (condition.status.as_str(), condition.reason.as_str()),
-            ("False", "FlannelIsUp")
-        );
+        assert_eq!(condition.status, "False");
+        assert_eq!(condition.reason, "FlannelIsUp");
     }
 
     #[test]
@@ -322,25 +358,32 @@ mod tests {
             let text = format!("{{\\\"a\\\":\\\"{}\\\"}}", "x".repeat(size));
             NODE.replace(r#"{\"VNI\":1,\"VtepMAC\":\"0a:00:00:00:00:01\"}"#, &text)
         };
-        let (small, wrong) = lease(&data(16_000), &[Family::V4]);
-        assert!(small.is_some() && wrong.is_empty(), "{wrong:?}");
-        let (large, wrong) = lease(&data(20_000), &[Family::V4]);
-        assert_eq!(large, None);
+        let small = lease(&data(16_000), &[Family::V4]);
+        assert!(small.lease.is_some() && small.problems.is_empty(), "{:?}", small.problems);
+        let large = lease(&data(20_000), &[Family::V4]);
+        assert_eq!(large.lease, None);
         assert!(
-            wrong[0]
+            large.problems[0]
                 .starts_with("its annotations flannel.alpha.coreos.com/* for its lease have 20")
-                && wrong[0].contains("expected at most 16384"),
-            "{wrong:?}"
+                && large.problems[0].contains("expected at most 16384"),
+            "{:?}",
+            large.problems
         );
-        let foreign = NODE.replace("other/x", "flannel.alpha.coreos.com/notes");
-        let foreign = foreign.replace("{\\\"y\\\":1}", &"x".repeat(200_000));
-        let (lease, wrong) = lease(&foreign, &[Family::V4]);
-        assert!(lease.is_some() && wrong.is_empty(), "{wrong:?}");
+        let foreign = NODE
+            .replace("other/x", "flannel.alpha.coreos.com/notes")
+            .replace("{\\\"y\\\":1}", &"x".repeat(200_000));
+        let with_foreign = lease(&foreign, &[Family::V4]);
+        assert!(
+            with_foreign.lease.is_some() && with_foreign.problems.is_empty(),
+            "{:?}",
+            with_foreign.problems
+        );
     }
 
     #[test]
     fn the_fingerprint_covers_exactly_the_parts_of_a_lease() {
-        let (hasher, prefix) = (RandomState::new(), Prefix::default());
+        let hasher = RandomState::new();
+        let prefix = Prefix::default();
         let print = |text: &str| {
             serde_json::from_str::<Wire<'_>>(text).unwrap().fingerprint(&prefix, &hasher)
         };
@@ -369,8 +412,8 @@ mod tests {
     #[test]
     fn missing_annotations_of_a_peer_are_reported() {
         let both = Family::BOTH;
-        assert_eq!(lease(&NODE.replace("\"true\"", "\"yes\""), &both), (None, Vec::new()));
-        let says = |text: String, families: &[Family]| lease(&text, families).1.join("; ");
+        assert_eq!(lease(&NODE.replace("\"true\"", "\"yes\""), &both), NodeLease::none(None));
+        let says = |text: String, families: &[Family]| lease(&text, families).problems.join("; ");
         let none = NODE.replace("podCIDR", "other");
         assert_eq!(says(none, &both), "it has no PodCIDR for IPv4 or IPv6");
         assert_eq!(
@@ -395,7 +438,7 @@ mod tests {
                 "spec":{"podCIDRs":null},"status":null}"#,
         ] {
             assert_eq!(node(text).subnets(&Family::BOTH).unwrap(), None);
-            assert_eq!(lease(text, &Family::BOTH), (None, Vec::new()));
+            assert_eq!(lease(text, &Family::BOTH), NodeLease::none(None));
         }
     }
 }

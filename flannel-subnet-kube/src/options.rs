@@ -10,11 +10,12 @@ use crate::node::prefix::Prefix;
 /// given as a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubeOptions {
-    /// The URL of the API server. If it is `None`, the URL of the kubeconfig or of the service account
-    /// is used.
+    /// The URL of the API server, or `None` for the URL of the kubeconfig or of the service
+    /// account.
     pub api_url: Option<String>,
-    /// The file with the credentials and certificates for the API server. Without it, the service
-    /// account of this pod is used if `api_url` is `None` too.
+    /// The file with the credentials and certificates for the API server. If it is `None`, requests
+    /// to an `api_url` have no credentials, and without an `api_url` the service account of this
+    /// pod is used.
     pub kubeconfig: Option<PathBuf>,
     /// The CAs of the API server, as PEM certificates, instead of those of the kubeconfig or the
     /// service account. Without any, the system's CAs are trusted.
@@ -48,13 +49,13 @@ impl KubeOptions {
     }
 }
 
-/// The identity of the node on which a daemon runs.
+/// How a daemon knows the node on which it runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NodeIdentity {
-    /// By the node's name.
+    /// The name of the node.
     Node(String),
-    /// By its own pod, which has the node's name.
+    /// The pod of the daemon. The name of the node is read from it.
     Pod {
         /// The pod's namespace.
         namespace: String,

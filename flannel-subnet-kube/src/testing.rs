@@ -50,15 +50,23 @@ pub(crate) struct Shared {
     pub(crate) violations: Mutex<Vec<String>>,
     /// The version, for waiting watches.
     pub(crate) changes: watch::Sender<u64>,
-    pub(crate) cuts: watch::Sender<(u64, Cut)>,
-    pub(crate) bookmarks: watch::Sender<u64>,
+    /// How open watches end. A new value ends them, even if it equals the last one.
+    pub(crate) cuts: watch::Sender<Cut>,
+    /// A new value makes watches send a bookmark.
+    pub(crate) bookmarks: watch::Sender<()>,
+}
+
+/// The certificate and key of the server.
+struct Certified {
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
 }
 
 impl ApiServer {
     /// A server on its own port of the loopback interface.
     ///
     /// # Panics
-    /// There is no free port, or the thread cannot be started.
+    /// No port is free, or the thread cannot be started.
     #[expect(clippy::new_without_default, reason = "it starts a thread")]
     pub fn new() -> Self {
         Self::on(TcpListener::bind("127.0.0.1:0").expect("a port on the loopback interface"))
@@ -72,23 +80,21 @@ impl ApiServer {
         Self::start(listener, None)
     }
 
-    /// A server with TLS and this certificate, both in PEM, on the loopback interface. Like a real
-    /// one it asks clients for a certificate, and does not check it before a request.
+    /// A server with TLS on the loopback interface. The certificate and the key are PEM. Like a
+    /// real API server it asks clients for a certificate, and does not check it before a request.
     ///
     /// # Panics
     /// The certificate or key cannot be used.
     pub fn with_tls(certificate: &str, key: &str) -> Self {
-        let chain =
-            CertificateDer::pem_slice_iter(certificate.as_bytes()).collect::<Result<Vec<_>, _>>();
+        let chain = CertificateDer::pem_slice_iter(certificate.as_bytes())
+            .collect::<Result<Vec<_>, _>>()
+            .expect("certificates in PEM");
         let key = PrivateKeyDer::from_pem_reader(Cursor::new(key)).expect("a key in PEM");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port on the loopback interface");
-        Self::start(listener, Some((chain.expect("certificates in PEM"), key)))
+        Self::start(listener, Some(Certified { chain, key }))
     }
 
-    fn start(
-        listener: TcpListener,
-        tls: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
-    ) -> Self {
+    fn start(listener: TcpListener, certified: Option<Certified>) -> Self {
         let address = listener.local_addr().expect("a bound socket has an address");
         listener.set_nonblocking(true).expect("a socket can be non-blocking");
         let shared = Arc::new(Shared {
@@ -98,22 +104,22 @@ impl ApiServer {
             patches: Mutex::default(),
             violations: Mutex::default(),
             changes: watch::channel(0).0,
-            cuts: watch::channel((0, Cut::Clean)).0,
-            bookmarks: watch::channel(0).0,
+            cuts: watch::channel(Cut::Clean).0,
+            bookmarks: watch::channel(()).0,
         });
-        let tls = tls.map(|(chain, key)| acceptor(chain, key, &shared));
+        let tls = certified.map(|certified| acceptor(certified, &shared));
         let (stop, stopped) = watch::channel(false);
-        let (scheme, server) = (if tls.is_some() { "https" } else { "http" }, Arc::clone(&shared));
-        let serve = move || {
-            let runtime = tokio::runtime::Builder::new_current_thread()
-                .enable_all()
-                .build()
-                .expect("a runtime");
-            runtime.block_on(serve(listener, tls, server, stopped));
-        };
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let server = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("api-server".to_owned())
-            .spawn(serve)
+            .spawn(move || {
+                let runtime = tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build()
+                    .expect("a runtime");
+                runtime.block_on(serve(listener, tls, server, stopped));
+            })
             .expect("a thread");
         Self { shared, address, scheme, thread: Some(thread), stop }
     }
@@ -140,17 +146,17 @@ impl ApiServer {
         self.shared.changes.send_replace(store.version);
     }
 
-    /// The present state of a node; `None` if there is none.
+    /// The present state of a node, or `None` if it does not exist.
     pub fn node(&self, name: &str) -> Option<Value> {
         lock(&self.shared.store).node(name)
     }
 
-    /// An annotation of a node; `None` if there is none.
+    /// An annotation of a node, or `None` if it does not exist.
     pub fn annotation(&self, node: &str, name: &str) -> Option<String> {
         Some(self.node(node)?["metadata"]["annotations"][name].as_str()?.to_owned())
     }
 
-    /// A condition of a node; `None` if there is none.
+    /// A condition of a node, or `None` if it does not exist.
     pub fn condition(&self, node: &str, kind: &str) -> Option<Value> {
         let node = self.node(node)?;
         node["status"]["conditions"]
@@ -185,7 +191,7 @@ impl ApiServer {
         self.shared.changes.send_replace(version);
     }
 
-    /// Creates a pod on a node; without a node if the name is empty.
+    /// Creates a pod on a node. If `node` is empty, the pod is not on a node.
     pub fn put_pod(&self, namespace: &str, name: &str, node: &str) {
         let spec = if node.is_empty() { json!({}) } else { json!({ "nodeName": node }) };
         let metadata = json!({ "name": name, "namespace": namespace });
@@ -226,19 +232,15 @@ impl Drop for ApiServer {
     }
 }
 
-fn acceptor(
-    chain: Vec<CertificateDer<'static>>,
-    key: PrivateKeyDer<'static>,
-    shared: &Arc<Shared>,
-) -> TlsAcceptor {
+fn acceptor(certified: Certified, shared: &Arc<Shared>) -> TlsAcceptor {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config =
-        ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    let clients = Arc::new(Clients(Arc::clone(shared)));
-    let config = config.expect("versions of TLS").with_client_cert_verifier(clients);
-    TlsAcceptor::from(Arc::new(
-        config.with_single_cert(chain, key).expect("a key of the certificate"),
-    ))
+    let config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .expect("versions of TLS")
+        .with_client_cert_verifier(Arc::new(Clients(Arc::clone(shared))))
+        .with_single_cert(certified.chain, certified.key)
+        .expect("a key of the certificate");
+    TlsAcceptor::from(Arc::new(config))
 }
 
 async fn serve(
@@ -256,25 +258,26 @@ async fn serve(
         };
         let Ok((connection, _)) = accepted else { continue };
         let _ = connection.set_nodelay(true);
-        let (shared, tls) = (Arc::clone(&shared), tls.clone());
+        let shared = Arc::clone(&shared);
+        let tls = tls.clone();
         tokio::spawn(async move {
             let http = hyper::server::conn::http1::Builder::new();
-            let serves = |client: Vec<CertificateDer<'static>>| {
+            let service = |client: Vec<CertificateDer<'static>>| {
                 hyper::service::service_fn(move |request| {
                     answer::answer(Arc::clone(&shared), client.clone(), request)
                 })
             };
-            // The client has disconnected.
+            // An error means that the client has disconnected.
             match tls {
                 Some(tls) => {
                     if let Ok(connection) = tls.accept(connection).await {
-                        let client =
-                            connection.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
-                        _ = http.serve_connection(TokioIo::new(connection), serves(client)).await;
+                        let (_, session) = connection.get_ref();
+                        let client = session.peer_certificates().unwrap_or_default().to_vec();
+                        _ = http.serve_connection(TokioIo::new(connection), service(client)).await;
                     }
                 }
                 None => {
-                    _ = http.serve_connection(TokioIo::new(connection), serves(Vec::new())).await;
+                    _ = http.serve_connection(TokioIo::new(connection), service(Vec::new())).await;
                 }
             }
         });

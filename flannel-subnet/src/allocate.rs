@@ -1,4 +1,4 @@
-//! The subnet of a new lease: any free one, at random.
+//! Picks the subnet of a new lease at random among the free subnets.
 //!
 //! The occupied subnets are a sorted list of ranges of subnet numbers, so the cost does not depend
 //! on the size of the network.
@@ -11,8 +11,8 @@ use flannel_core::Subnet;
 use flannel_core::config::PodNetwork;
 
 /// Picks a subnet from `network.min` to `network.max` uniformly at random that overlaps nothing in
-/// `occupied`. Subnets that overlap `avoid` are picked only if there is no other. `None`: no subnet
-/// is free.
+/// `occupied`. Subnets that overlap `avoid` are picked only if no other subnet is free. Returns
+/// `None` if no subnet is free.
 ///
 /// `below(n)` returns a uniform random number less than `n`, which is at least 1. Subnets of the
 /// other family are ignored.
@@ -44,37 +44,51 @@ fn pick(
     below: &mut dyn FnMut(u128) -> u128,
 ) -> Option<u128> {
     let total = network.subnets();
-    let ranges = ranges(network, occupied);
-    let used: u128 = ranges.iter().map(|(first, last)| last - first + 1).sum();
+    let ranges = occupied_ranges(network, occupied);
+    let used: u128 = ranges.iter().map(Range::len).sum();
     let free = total.checked_sub(used).filter(|free| *free > 0)?;
     let mut number = below(free);
-    for (first, last) in ranges {
-        if number < first {
+    for range in ranges {
+        if number < range.first {
             break;
         }
-        number += last - first + 1;
+        number += range.len();
     }
     Some(number)
 }
 
-/// The occupied numbers, as sorted ranges without overlaps, with inclusive ends.
-fn ranges(network: &PodNetwork, occupied: &[Subnet]) -> Vec<(u128, u128)> {
+/// A range of subnet numbers. It contains `last`.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Range {
+    first: u128,
+    last: u128,
+}
+
+impl Range {
+    fn len(&self) -> u128 {
+        self.last - self.first + 1
+    }
+}
+
+/// The numbers of the occupied subnets, as sorted ranges without overlaps.
+fn occupied_ranges(network: &PodNetwork, occupied: &[Subnet]) -> Vec<Range> {
     let highest = network.subnets() - 1;
     let mut ranges: Vec<_> =
         occupied.iter().filter_map(|subnet| range(network, highest, subnet)).collect();
     ranges.sort_unstable();
     ranges.dedup_by(|next, kept| {
-        let overlap = next.0 <= kept.1;
+        let overlap = next.first <= kept.last;
         if overlap {
-            kept.1 = kept.1.max(next.1);
+            kept.last = kept.last.max(next.last);
         }
         overlap
     });
     ranges
 }
 
-/// The numbers of the subnets that `subnet` overlaps; `None` if it overlaps none from min to max.
-fn range(network: &PodNetwork, highest: u128, subnet: &Subnet) -> Option<(u128, u128)> {
+/// The numbers of the subnets that `subnet` overlaps, or `None` if it overlaps none from min to
+/// max.
+fn range(network: &PodNetwork, highest: u128, subnet: &Subnet) -> Option<Range> {
     if subnet.family() != network.min.family() {
         return None;
     }
@@ -82,7 +96,7 @@ fn range(network: &PodNetwork, highest: u128, subnet: &Subnet) -> Option<(u128, 
     // A subnet that ends before min overlaps none, and one that begins there overlaps the first.
     let last = number(subnet.last())?;
     let first = number(subnet.base()).unwrap_or(0);
-    (first <= highest).then(|| (first, last.min(highest)))
+    (first <= highest).then(|| Range { first, last: last.min(highest) })
 }
 
 #[cfg(test)]
@@ -100,7 +114,8 @@ mod tests {
     fn network(network: &str, subnet_len: u8) -> PodNetwork {
         let network: Subnet = network.parse().unwrap();
         let first = Subnet::new(network.base(), subnet_len).unwrap();
-        let (min, max) = (first.step(1).unwrap(), Subnet::new(network.last(), subnet_len).unwrap());
+        let min = first.step(1).unwrap();
+        let max = Subnet::new(network.last(), subnet_len).unwrap();
         PodNetwork { network, subnet_len, min, max }
     }
 
@@ -192,15 +207,17 @@ mod tests {
                 let subnet_len = family.bits() - 2 - host;
                 let network = Subnet::new(address(family, place), subnet_len - cut).unwrap();
                 let first = Subnet::new(network.base(), subnet_len).unwrap();
-                let (a, b) = (a % (1 << cut), b % (1 << cut));
-                let (min, max) = (first.step(a.min(b)).unwrap(), first.step(a.max(b)).unwrap());
+                let a = a % (1 << cut);
+                let b = b % (1 << cut);
+                let min = first.step(a.min(b)).unwrap();
+                let max = first.step(a.max(b)).unwrap();
                 PodNetwork { network, subnet_len, min, max }
             },
         )
     }
 
     /// Subnets up to 4 times larger and 256 times smaller, in and around the network.
-    fn crowd(network: PodNetwork) -> impl Strategy<Value = Vec<Subnet>> {
+    fn occupied_subnets(network: PodNetwork) -> impl Strategy<Value = Vec<Subnet>> {
         let family = network.network.family();
         let one = (0..40u128, any::<u128>(), 0..=10u8).prop_map(move |(place, offset, longer)| {
             let size = 1u128 << (family.bits() - network.subnet_len);
@@ -215,7 +232,7 @@ mod tests {
         #[test]
         fn a_free_subnet_is_found_if_and_only_if_one_exists(
             (network, taken) in small_network()
-                .prop_flat_map(|network| (Just(network), crowd(network))),
+                .prop_flat_map(|network| (Just(network), occupied_subnets(network))),
             seed in any::<u64>(),
         ) {
             let free: Vec<Subnet> = (0..network.subnets())

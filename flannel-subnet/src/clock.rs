@@ -25,7 +25,8 @@ pub trait Clock: fmt::Debug + Send + Sync {
     fn boottime(&self) -> Duration;
 
     /// Identifies the start of the machine that [`Clock::boottime`] counts from. Boot times with
-    /// one identifier can be compared, also by two processes. `None`: not known, as by default.
+    /// one identifier can be compared, also by two processes. Returns `None` if the identifier is
+    /// not known, as by default.
     fn boot(&self) -> Option<String> {
         None
     }
@@ -50,19 +51,25 @@ pub struct SystemClock;
 impl SystemClock {
     /// Waits on a timer of the kernel, because tokio's does not count suspended time.
     async fn sleep(self, clock: TimerClock, until: Duration, flags: TimerSetTimeFlags) {
-        let timer = || -> io::Result<AsyncFd<OwnedFd>> {
-            let timer = TimerFd::new(clock, TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC)?;
-            // A time of 0 would disarm the timer.
-            let until = until.max(Duration::from_nanos(1));
-            timer.set(Expiration::OneShot(TimeSpec::from_duration(until)), flags)?;
-            readable(timer.into())
-        };
-        match timer() {
+        match start_timer(clock, until, flags) {
             Ok(timer) => drop(timer.readable().await),
-            // There is no free file descriptor. Returning early is allowed.
+            // No file descriptor is free. Returning early is allowed.
             Err(_) => tokio::time::sleep(Duration::from_secs(1)).await,
         }
     }
+}
+
+/// A timer of the kernel. It becomes readable when `clock` reaches `until`.
+fn start_timer(
+    clock: TimerClock,
+    until: Duration,
+    flags: TimerSetTimeFlags,
+) -> io::Result<AsyncFd<OwnedFd>> {
+    let timer = TimerFd::new(clock, TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC)?;
+    // A time of 0 would disarm the timer.
+    let until = until.max(Duration::from_nanos(1));
+    timer.set(Expiration::OneShot(TimeSpec::from_duration(until)), flags)?;
+    readable(timer.into())
 }
 
 #[async_trait]
@@ -101,7 +108,8 @@ mod tests {
     #[tokio::test]
     async fn sleep_waits_for_the_kernel_timer() {
         let clock = SystemClock;
-        let (boottime, wall) = (clock.boottime(), clock.wall());
+        let boottime = clock.boottime();
+        let wall = clock.wall();
         let pause = Duration::from_millis(20);
         clock.sleep_until(boottime + pause).await;
         assert!(clock.boottime() >= boottime + pause);

@@ -22,6 +22,6 @@ pub use manager::{AssignedManager, Identity, LocalManager};
 pub use reflect::Reflector;
 pub use registry::{
     Assign, Batch, ConfigText, DirLocation, DirOptions, DirRegistry, Entry, Event, HolderId,
-    HolderIdError, LeaseGrant, Listing, LocationError, MOST_SKIPPED, MemoryRegistry, Now, Registry,
-    SkipReason, Skipped, Watch, config_conflict, value_to_write,
+    HolderIdError, LeaseGrant, LeaseList, LocationError, MOST_SKIPPED, MemoryRegistry, Now,
+    Registry, SkipReason, Skipped, Watch, config_conflict, value_to_write,
 };

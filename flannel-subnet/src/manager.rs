@@ -1,4 +1,4 @@
-//! This node's lease on any registry: found again, taken over or allocated, and then held.
+//! Finds this node's lease in any registry again, takes it over or allocates it, and holds it.
 //!
 //! A node is identified by its holder ID, then by its public address. It keeps its lease as long as
 //! the lease fits the network config.
@@ -9,7 +9,8 @@ mod configs;
 mod fallback;
 mod hold;
 mod holding;
-mod listing;
+mod lease_list;
+mod progress;
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -27,12 +28,12 @@ use tokio::sync::watch;
 use crate::clock::{Clock, SystemClock};
 use crate::files::cache::Cache;
 use crate::reflect::Reflector;
-use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
+use crate::registry::{ConfigText, Entry, HolderId, Metered, Registry, unanswered};
 pub use assigned::AssignedManager;
-use configs::Configs;
+use configs::{Configs, Fetched};
 use fallback::Fallback;
 use holding::Holding;
-use listing::{as_stored, is_config_of};
+use lease_list::{as_stored, is_config_of};
 
 /// The identity of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,11 +41,11 @@ pub struct Identity {
     /// Chosen at random once ([`HolderId::random`]), and kept in the node's state directory.
     pub holder: HolderId,
     /// The previous subnets of the node, from its `subnet.env`
-    /// ([`SubnetEnv::previous`](crate::SubnetEnv::previous)); `None`: not known.
+    /// ([`SubnetEnv::previous`](crate::SubnetEnv::previous)), or `None` if they are not known.
     pub previous: Option<Subnets>,
     /// All addresses of the host, and the public address from its options. They let
-    /// [`SubnetManager::hints`] find the lease before the external interface is chosen. Empty: it
-    /// finds the lease by the holder ID only.
+    /// [`SubnetManager::hints`] find the lease before the external interface is chosen. If the list
+    /// is empty, the lease is found by the holder ID only.
     pub local_addresses: Vec<IpAddr>,
 }
 
@@ -83,17 +84,27 @@ pub struct LocalManager {
     ttl: Duration,
     margin: Duration,
     holding: Arc<Holding>,
-    /// Held while our key is written or checked, so that our write is not mistaken for one of
+    /// Held while our key is written or checked, so that our write is not mistaken for a write of
     /// another node.
     writing: tokio::sync::Mutex<()>,
-    reflector: Mutex<Option<(Reflector, Option<Task>)>>,
+    /// `None` until the leases are watched.
+    following: Mutex<Option<Following>>,
     fallback: Arc<Fallback>,
     configs: Configs,
-    /// Lines about our lease, which another writer changed or made unreadable, and about our
-    /// reservation.
+    /// Log lines: another writer changed our lease.
     changed: Mutex<Seldom>,
+    /// Log lines: our lease was made unreadable.
     unreadable: Mutex<Seldom>,
+    /// Log lines: our reservation is not used.
     unused: Mutex<Seldom>,
+}
+
+/// The tasks that follow the leases of all nodes.
+#[derive(Debug)]
+struct Following {
+    reflector: Reflector,
+    /// `None` if the manager has no cache.
+    _cache_writer: Option<Task>,
 }
 
 impl LocalManager {
@@ -103,7 +114,7 @@ impl LocalManager {
         Self::with_clock(registry, identity, Arc::new(SystemClock))
     }
 
-    /// Like [`LocalManager::new`], with another clock.
+    /// A manager that measures time by `clock`. Otherwise it equals one of [`LocalManager::new`].
     pub fn with_clock(
         registry: Arc<dyn Registry>,
         identity: Identity,
@@ -120,7 +131,7 @@ impl LocalManager {
             holding: Arc::new(Holding::new(Arc::clone(&clock))),
             clock,
             writing: tokio::sync::Mutex::default(),
-            reflector: Mutex::default(),
+            following: Mutex::default(),
             configs: Configs::default(),
             changed: Mutex::default(),
             unreadable: Mutex::default(),
@@ -134,8 +145,8 @@ impl LocalManager {
         Self { ttl, ..self }
     }
 
-    /// Sets the time before its end at which a lease is renewed. The default is 60 minutes. A
-    /// margin of more than two thirds of the time to live counts as two thirds.
+    /// Sets how long before its end a lease is renewed. The default is 60 minutes. A margin of more
+    /// than two thirds of the time to live counts as two thirds.
     #[must_use]
     pub fn with_renew_margin(self, margin: Duration) -> Self {
         Self { margin, ..self }
@@ -151,10 +162,12 @@ impl LocalManager {
     /// Keeps the last complete set of leases in this file, and starts from it while the store does
     /// not answer. The first view comes from the file, with the origin
     /// [`Cached`](flannel_core::lease::Origin::Cached). Until the store has answered once, the
-    /// config, the hints and the own lease come from it too. The own lease is valid until its end,
-    /// and a hint afterwards ([`Hints::lapsed`]). The end counts by boot time if the machine still
-    /// runs since the file was written. Otherwise it has passed as soon as either clock has passed
-    /// it, until the store confirms the lease.
+    /// config, the hints and the own lease come from the file too.
+    ///
+    /// The own lease is valid until its end, and a hint afterwards ([`Hints::lapsed`]). If the
+    /// machine was not restarted since the file was written, the end counts by boot time.
+    /// Otherwise the lease ends when boot time or wall time passes its end, until the store
+    /// confirms the lease.
     ///
     /// The file also notes that another node with this node's public address took the own lease.
     /// [`acquire_lease`](SubnetManager::acquire_lease) then fails with
@@ -171,7 +184,7 @@ impl LocalManager {
         self.with_opened_cache(Cache::open(path))
     }
 
-    /// Like [`LocalManager::with_cache`], with a cache that is open.
+    /// Keeps the leases in an open cache, as [`LocalManager::with_cache`] does with a file.
     ///
     /// # Blocking
     /// Reads the file.
@@ -187,31 +200,33 @@ impl LocalManager {
         self.holding.ownership_now()
     }
 
-    /// The time until the end of the lease if it is not renewed. `None`: no lease is held, the
+    /// The time until the end of the lease if it is not renewed. `None` if no lease is held, the
     /// lease has no end, or its end has passed.
     pub fn remaining(&self) -> Option<Duration> {
         self.holding.remaining()
     }
 
-    /// Whether the end of the held lease is known by the wall clock only: the lease comes from the
-    /// cache, the machine was restarted since, and the store has not confirmed the lease yet.
+    /// Whether the end of the held lease is known by the wall clock only. This is so if the lease
+    /// comes from the cache, the machine was restarted since, and the store has not confirmed the
+    /// lease yet.
     pub fn relies_on_wall_clock(&self) -> bool {
         self.holding.term().is_some_and(|term| term.wall_end.is_some())
     }
 
     fn views(&self) -> watch::Receiver<View> {
-        let begin = || {
-            let first = self.fallback.first_view();
-            let reflector = Reflector::start_from(first, Arc::clone(&self.store) as _);
-            let cache_writer = self.fallback.start_writer(reflector.views(), &self.holding);
-            (reflector, cache_writer)
-        };
-        lock(&self.reflector).get_or_insert_with(begin).0.views()
+        lock(&self.following).get_or_insert_with(|| self.follow()).reflector.views()
     }
 
-    /// Notes a valid config for the cache, except one that the lease in the cache does not fit: it
-    /// waits for a restart, and would leave a host that starts without the store with a lease
-    /// outside of its pod networks.
+    fn follow(&self) -> Following {
+        let first = self.fallback.first_view();
+        let reflector = Reflector::start_from(first, Arc::clone(&self.store) as _);
+        let cache_writer = self.fallback.start_writer(reflector.views(), &self.holding);
+        Following { reflector, _cache_writer: cache_writer }
+    }
+
+    /// Notes a valid config for the cache. A config whose pod networks do not contain the held
+    /// lease is not noted: it takes effect only after a restart, and a host that started without
+    /// the store would have a lease outside of its pod networks.
     fn note_config(&self, text: &ConfigText) {
         let held = self.holding.get();
         let is_usable = held.is_none_or(|held| is_config_of(text, &held.subnets));
@@ -220,21 +235,20 @@ impl LocalManager {
         }
     }
 
-    /// The config, and whether it comes from the cache.
-    async fn read_config(&self) -> Result<(Config, bool)> {
-        let (text, cached) = self.fallback.config_text().await?;
-        match self.configs.read(&text) {
+    async fn read_config(&self) -> Result<Fetched<Config>> {
+        let text = self.fallback.config_text().await?;
+        match self.configs.read(&text.value) {
             Ok(config) => {
-                if !cached {
-                    self.note_config(&text);
+                if !text.is_cached {
+                    self.note_config(&text.value);
                 }
-                Ok((config, cached))
+                Ok(Fetched { value: config, is_cached: text.is_cached })
             }
-            // A start: the last good config of an earlier run.
+            // At the start, the last good config of an earlier run is used.
             Err(error) if !self.configs.has_lease() => match self.fallback.earlier_config() {
                 Some(config) => {
                     tracing::warn!(%error, "the last good network config is still used");
-                    Ok((config, false))
+                    Ok(Fetched { value: config, is_cached: false })
                 }
                 None => Err(error),
             },
@@ -254,8 +268,7 @@ impl SubnetManager for LocalManager {
     }
 
     async fn config_changed(&self, known: &Config) -> Result<Config> {
-        let note = |text: &_| self.note_config(text);
-        self.configs.next_valid(&*self.store, known, note).await
+        self.configs.next_valid(&*self.store, known, |text| self.note_config(text)).await
     }
 
     /// Finds the lease by holder ID, else by public address if exactly one lease has an address of
@@ -277,16 +290,12 @@ impl SubnetManager for LocalManager {
         };
         let Identity { holder, previous, local_addresses } = &self.identity;
         let by_holder = listing.entries.iter().find(|entry| entry.holder == Some(*holder));
-        let mut by_address = listing.entries.iter().filter(|entry| {
-            entry
-                .lease
-                .attrs
-                .preferred
-                .public
-                .values()
-                .any(|address| local_addresses.contains(address))
-        });
-        let by_address = by_address.next().filter(|_| by_address.next().is_none());
+        let has_our_address = |entry: &&Entry| {
+            let public = &entry.lease.attrs.preferred.public;
+            public.values().any(|address| local_addresses.contains(address))
+        };
+        let mut with_our_address = listing.entries.iter().filter(has_our_address);
+        let by_address = with_our_address.next().filter(|_| with_our_address.next().is_none());
         let own = by_holder.or(by_address).map(|entry| &entry.lease);
         Ok(Hints {
             last_published: own.map(|lease| lease.attrs.clone()),
@@ -298,10 +307,11 @@ impl SubnetManager for LocalManager {
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let _writing = self.writing.lock().await;
         let attrs = as_stored(attrs);
-        // Another flannel on this host has written the lease since, so it must be taken over first.
-        let is_ours = |cached: &Lease| !self.had_another_flannel(&cached.subnets);
+        // If another flannel on this host has written the lease since, it must be taken over first.
         let in_force = self.fallback.own_lease_in_force();
-        let Some((cached, end)) = in_force.filter(|(cached, _)| is_ours(cached)) else {
+        let Some((cached, end)) =
+            in_force.filter(|(cached, _)| !self.had_another_flannel(&cached.subnets))
+        else {
             return self.acquire(&attrs).await;
         };
         match self.fallback.promptly(self.acquire(&attrs)).await {

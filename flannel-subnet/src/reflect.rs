@@ -14,7 +14,7 @@ use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::registry::{Batch, Listing, Now, Registry};
+use crate::registry::{Batch, LeaseList, Now, Registry};
 
 /// A watch of this length shows that the store works.
 const WATCHED: Duration = Duration::from_secs(10);
@@ -59,8 +59,8 @@ impl Reflector {
         Self::start_from(View::unknown(), registry)
     }
 
-    /// Like [`Reflector::start`], with another first view, such as that of a
-    /// [`Cache`](crate::Cache).
+    /// Starts to follow as [`Reflector::start`] does, but with `view` as the first view, such as
+    /// the leases of a [`Cache`](crate::Cache).
     ///
     /// # Panics
     /// There is no tokio runtime.
@@ -87,35 +87,49 @@ impl Reflector {
 async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
     let mut failures = registry.failure_pauses();
-    // Leases of an earlier run are treated like those of a lost store.
+    // The leases of an earlier run are treated like the leases of a lost store.
     let mut lost = matches!(shared.views.borrow().origin, Origin::Cached { written: Some(_) });
-    let (mut logged, mut refused) = (false, false);
+    let mut logged = None;
     loop {
-        let pause = if let Err(error) =
-            list_and_watch(&*registry, &shared, &mut backoff, &mut failures, &mut lost).await
-        {
-            if !lost {
-                (logged, refused) = (false, false);
+        let outcome =
+            list_and_watch(&*registry, &shared, &mut backoff, &mut failures, &mut lost).await;
+        let pause = match outcome {
+            Ok(()) => {
+                tracing::debug!(store = %registry, "changes were missed, listing again");
+                backoff.pause()
             }
-            // A refusal needs an operator, so it is logged even during an outage.
-            let worse = matches!(error, Error::Refused { .. }) && !refused;
-            if !logged || worse {
-                (lost, logged, refused) = (true, true, worse);
-                let leases = shared.views.borrow().leases.len();
-                tracing::warn!(
-                    leases,
-                    %error,
-                    store = %registry,
-                    "store lost, the last leases stay in use"
-                );
+            Err(error) => {
+                if !lost {
+                    logged = None;
+                }
+                let now = match error {
+                    Error::Refused { .. } => Outage::Refused,
+                    _ => Outage::Unanswered,
+                };
+                // A refusal needs an operator, so it is logged even during an outage.
+                if logged.is_none_or(|logged| now > logged) {
+                    lost = true;
+                    logged = Some(now);
+                    let leases = shared.views.borrow().leases.len();
+                    tracing::warn!(
+                        leases,
+                        %error,
+                        store = %registry,
+                        "store lost, the last leases stay in use"
+                    );
+                }
+                failures.pause()
             }
-            failures.pause()
-        } else {
-            tracing::debug!(store = %registry, "changes were missed, listing again");
-            backoff.pause()
         };
         tokio::time::sleep(pause).await;
     }
+}
+
+/// Why the store is lost, the worse cause last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Outage {
+    Unanswered,
+    Refused,
 }
 
 /// Returns when changes were missed.
@@ -128,8 +142,9 @@ async fn list_and_watch(
 ) -> Result<()> {
     let listing = registry.list().await?;
     shared.replace(&listing);
-    let (leases, revision) = (listing.entries.len(), listing.revision);
-    // The watch may last for months.
+    let leases = listing.entries.len();
+    let revision = listing.revision;
+    // Frees memory, because the watch may last for months.
     drop(listing);
     let mut watch = registry.watch(revision).await?;
     let begun = Instant::now();
@@ -154,11 +169,14 @@ async fn list_and_watch(
 }
 
 impl Shared {
-    /// Makes the view equal to a complete list. An unreadable key keeps its last value, but not one
-    /// with a value that is too large.
-    fn replace(&self, listing: &Listing) {
-        let unreadable = listing.skipped.iter().filter(|skipped| skipped.reason.keeps_last());
-        let unreadable = unreadable.filter_map(|skipped| skipped.key.parse::<Subnets>().ok());
+    /// Makes the view equal to a complete list. An unreadable key keeps its last value. A key whose
+    /// value is too large does not.
+    fn replace(&self, listing: &LeaseList) {
+        let unreadable = listing
+            .skipped
+            .iter()
+            .filter(|skipped| skipped.reason.keeps_last())
+            .filter_map(|skipped| skipped.key.parse::<Subnets>().ok());
         let present: BTreeSet<Subnets> =
             listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable).collect();
         self.modify(Origin::Live { revision: listing.revision }, |leases| {

@@ -23,7 +23,7 @@ pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
 pub use memory::MemoryRegistry;
 pub(crate) use metered::{Metered, unanswered};
 pub use values::{
-    Batch, ConfigText, Entry, Event, HolderId, HolderIdError, LeaseGrant, Listing, MOST_SKIPPED,
+    Batch, ConfigText, Entry, Event, HolderId, HolderIdError, LeaseGrant, LeaseList, MOST_SKIPPED,
     Now, SkipReason, Skipped, value_to_write,
 };
 
@@ -38,19 +38,19 @@ pub use values::{
 /// - **Size.** A value that is larger than [`LARGEST_VALUE`] is skipped as
 ///   [`SkipReason::TooLarge`], and makes no list and no watch fail. [`value_to_write`] refuses to
 ///   write one.
-/// - **Order.** Each write is atomic for all clients. Of several writers that create one key, or
-///   replace it at one revision, exactly one succeeds. After a write has returned,
-///   [`list`](Self::list) and [`entry`](Self::entry) show it to every client.
-/// - **Revisions.** [`Listing::revision`] and [`Batch::revision`] count the changes of the whole
+/// - **Order.** Each write is atomic for all clients. If several writers create one key, or replace
+///   it at one revision, exactly one succeeds. After a write has returned, [`list`](Self::list) and
+///   [`entry`](Self::entry) show it to every client.
+/// - **Revisions.** [`LeaseList::revision`] and [`Batch::revision`] count the changes of the whole
 ///   store and never decrease while the store keeps its data. [`Lease::revision`] differs for two
 ///   values of one key. [`Lease::since`] orders leases by their creation, or is 0 for all.
 /// - **Time.** A key with a [`LeaseGrant`] is deleted, as a change that watches report, when its
 ///   holder has not renewed for the time to live. It must not be deleted earlier, counted from the
 ///   moment at which the request was sent. Renewals are not changes.
 /// - **Errors.** Any request fails with [`Error::Refused`] if only an operator can help, and with
-///   [`Error::Store`] if the store does not answer; the caller repeats it later.
-///   [`Error::Conflict`] is an answer of the store. Inside the registry, a write without an answer
-///   may be repeated only together with a check whether it was carried out.
+///   [`Error::Store`] if the store does not answer. The caller repeats it later.
+///   [`Error::Conflict`] is an answer of the store. A registry that repeats a write whose answer
+///   was lost must also check whether the write was carried out.
 /// - **Time limits.** Each request except for [`config_changed`](Self::config_changed) and
 ///   [`Watch::next`] ends within seconds, with an error if necessary: a holder has to learn in time
 ///   whether its lease was renewed.
@@ -86,8 +86,8 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// [`Error::NoConfig`], besides those of any request.
     async fn config(&self) -> Result<ConfigText>;
 
-    /// Writes the network config if the store still has `known` (`None`: no config). The text is
-    /// not checked. The default implementation refuses.
+    /// Writes the network config if the store still has `known`, or has no config if `known` is
+    /// `None`. The text is not checked. The default implementation refuses.
     ///
     /// # Errors
     /// [`config_conflict`] if the store holds another config.
@@ -98,14 +98,14 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
         })
     }
 
-    /// Waits until the text of the config differs from `known` (`None`: no config). The text may be
-    /// incomplete while it is edited in place.
+    /// Waits until the text of the config differs from `known`. `None` stands for a store without a
+    /// config. The text may be incomplete while it is edited in place.
     async fn config_changed(&self, known: Option<ConfigText>) -> Result<()>;
 
-    /// All leases. An unreadable key is reported in [`Listing::skipped`] and is not an error.
-    async fn list(&self) -> Result<Listing>;
+    /// All leases. An unreadable key is reported in [`LeaseList::skipped`] and is not an error.
+    async fn list(&self) -> Result<LeaseList>;
 
-    /// The lease with exactly these subnets; `None` if there is none.
+    /// The lease with exactly these subnets, or `None` if the store has no such lease.
     ///
     /// # Errors
     /// [`Error::Store`] if the value of the key cannot be read, besides those of any request.
@@ -123,13 +123,14 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     ) -> Result<Entry>;
 
     /// Writes a lease as [`create`](Self::create) does. If the key exists, it returns the current
-    /// content of the store as an inner `Err`. A store that can should use one request.
+    /// leases as an inner `Err`. The default implementation uses two requests. A store that can do
+    /// it in one request should.
     async fn create_or_list(
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
-    ) -> Result<Result<Entry, Listing>> {
+    ) -> Result<Result<Entry, LeaseList>> {
         match self.create(subnets, attrs, grant).await {
             Err(Error::Conflict { .. }) => self.list().await.map(Err),
             created => created.map(Ok),
@@ -157,13 +158,13 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
 
     /// Renews the keys of `holder`. `subnets` names its key, for a store that renews single keys. A
     /// renewal is not a change for watches. Returns the time for which the keys are kept from now
-    /// on. `None`: the store has forgotten the holder, and its keys are deleted. A store does not
+    /// on, or `None` if the store has forgotten the holder and deleted its keys. A store does not
     /// forget a holder whose key was deleted.
     async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
 
     /// The time for which the store keeps the key of this holder from now on without a renewal.
-    /// `None`: the store has no such key, or does not know the time, as by default. It renews
-    /// nothing.
+    /// Returns `None` if the store has no such key, or does not know the time, as by default. This
+    /// renews nothing.
     async fn remaining(&self, _: &Subnets, _: HolderId) -> Result<Option<Duration>> {
         Ok(None)
     }
@@ -173,13 +174,13 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
         StoreKind::Other
     }
 
-    /// Why a request is being repeated at present, or `None`.
+    /// Why a request is being retried, or `None`.
     fn trouble(&self) -> Option<StoreReason> {
         None
     }
 
-    /// The pauses after which failed lists and watches are repeated. By default those of a store of
-    /// this machine. A server that many nodes share needs longer ones.
+    /// The pauses after which failed lists and watches are repeated. The default suits a store of
+    /// this machine. A server that many nodes share needs longer pauses.
     fn failure_pauses(&self) -> FailurePauses {
         FailurePauses::of_local_store()
     }
@@ -192,9 +193,9 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
 #[doc = include_str!("../docs/watch.md")]
 #[async_trait]
 pub trait Watch: Send {
-    /// Waits for the next changes and returns all known ones as a batch. `None`: some changes were
-    /// missed, and the caller must list and watch again. Renewals are not changes. An empty batch
-    /// confirms that the store answers and nothing changed.
+    /// Waits for the next changes and returns all known changes as a batch. Returns `None` if some
+    /// changes were missed. The caller must then list and watch again. Renewals are not changes. An
+    /// empty batch confirms that the store answers and nothing changed.
     ///
     /// # Errors
     /// The store does not answer. The watch is unusable.

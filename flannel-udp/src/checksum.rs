@@ -1,6 +1,6 @@
 //! The Internet checksum (RFC 1071).
 
-/// The size of a part of which the sums of words are independent, in bytes.
+/// The size of a part whose words are summed independently, in bytes.
 const PART: usize = 64;
 
 /// The one's complement sum of 16-bit words in network order. It is not complemented.
@@ -30,7 +30,7 @@ pub(crate) fn add(a: u16, b: u16) -> u16 {
     fold(u64::from(a) + u64::from(b))
 }
 
-/// The sum after a 16-bit word was changed (RFC 1624), for a checksum that is complemented.
+/// The checksum after a 16-bit word was changed (RFC 1624). Both checksums are complemented.
 pub(crate) fn updated(checksum: u16, old: u16, new: u16) -> u16 {
     !add(add(!checksum, !old), new)
 }
@@ -51,7 +51,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_sum_is_that_of_words(data in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn the_sum_counts_all_words(data in proptest::collection::vec(any::<u8>(), 0..300)) {
             let mut expected = 0_u64;
             for word in data.chunks(2) {
                 expected += u64::from(word[0]) << 8 | u64::from(*word.get(1).unwrap_or(&0));

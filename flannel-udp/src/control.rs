@@ -1,4 +1,4 @@
-//! The control protocol: one JSON object in a line for each request, and one for each answer.
+//! The control protocol. Each request is a JSON object in a line, and so is each response.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,9 +19,9 @@ use serde::{Deserialize, Serialize};
 use crate::counters::{Counts, Foreign};
 use crate::options::Options;
 
-/// The version of the protocol. A process with another one is ended, and not asked for more.
+/// The version of the protocol. A process with another version is only asked to end.
 pub const VERSION: u32 = 2;
-/// The longest time for an answer.
+/// The longest time for a response.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The most descriptors in a message (linux `SCM_MAX_FD`).
 const MOST_FDS: u8 = 253;
@@ -52,13 +52,17 @@ impl FromStr for Prefix {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let parsed = || {
-            let (address, len) = text.split_once('/')?;
-            let (address, len): (IpAddr, u8) = (address.parse().ok()?, len.parse().ok()?);
-            let most = if address.is_ipv6() { 128 } else { 32 };
-            (len <= most).then_some(Self { address, len })
-        };
-        parsed().ok_or_else(|| format!("{text:?} is no subnet such as \"10.1.7.0/24\""))
+        Self::parse(text).ok_or_else(|| format!("{text:?} is no subnet such as \"10.1.7.0/24\""))
+    }
+}
+
+impl Prefix {
+    fn parse(text: &str) -> Option<Self> {
+        let (address, len) = text.split_once('/')?;
+        let address: IpAddr = address.parse().ok()?;
+        let len = len.parse().ok()?;
+        let most = if address.is_ipv6() { 128 } else { 32 };
+        (len <= most).then_some(Self { address, len })
     }
 }
 
@@ -78,7 +82,7 @@ pub type Peers = BTreeMap<Prefix, SocketAddr>;
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Request {
-    /// Starts the data plane, or starts it anew if it has other options.
+    /// Starts the data plane. If one runs with other options, replaces it.
     Start(Options),
     /// Adds peers, or changes their addresses.
     Put(Peers),
@@ -86,10 +90,10 @@ pub enum Request {
     Delete(Vec<Prefix>),
     /// Asks for the state. All versions know it, and answer with a [`Process`] at least.
     Status,
-    /// Asks for the state without the peers and the addresses of those behind NAT.
+    /// Asks for the state without the peers and without the addresses of peers behind NAT.
     Counts,
-    /// Asks for the descriptors. The process ends when the other one has adopted them, and goes on
-    /// otherwise.
+    /// Asks for the descriptors. The process ends when the asking one has adopted them, and goes
+    /// on otherwise.
     HandOver,
     /// Ends the process, if its data plane has these options. The device stays.
     Stop(Options),
@@ -97,16 +101,16 @@ pub enum Request {
     End,
 }
 
-/// An answer.
+/// A response to a [`Request`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Answer {
-    /// It is done.
+pub enum Response {
+    /// The request was done.
     Done,
-    /// It failed.
+    /// The request failed, with this error.
     Failed(String),
-    /// The state.
+    /// The state that was asked for.
     Status(Box<Status>),
 }
 
@@ -129,11 +133,11 @@ pub struct Status {
     /// The process.
     #[serde(flatten)]
     pub process: Process,
-    /// The options of the data plane; `None`: none runs, or its device is gone or has another name.
-    /// [`Options::local`] has only the addresses that could be used.
+    /// The options of the data plane. `None` if no data plane runs, or if its device is gone or has
+    /// another name. [`Options::local`] has only the addresses that could be used.
     pub options: Option<Options>,
-    /// The number of sockets that keep the port for those that receive. They are the first
-    /// descriptors of a hand-over behind the claim; 0: one socket receives.
+    /// The number of sockets that keep other processes from the port. They follow the lock of the
+    /// device in the descriptors of a hand-over. 0 if one socket receives for all queues.
     #[serde(default)]
     pub guards: usize,
     /// The peers.
@@ -143,7 +147,7 @@ pub struct Status {
     pub learned: BTreeMap<Prefix, IpAddr>,
     /// The counts of packets.
     pub counts: Counts,
-    /// The last packet of [`Counts::foreign_node`]. It does not go on to the next process.
+    /// The last packet that [`Counts::foreign_node`] counts. The next process does not have it.
     #[serde(default)]
     pub foreign: Option<Foreign>,
 }
@@ -153,8 +157,8 @@ pub struct Status {
 pub struct Client(BufReader<UnixStream>);
 
 impl Client {
-    /// Connects to the socket of a process. Blocks, without a limit while thousands of others wait
-    /// for a process that hangs.
+    /// Connects to the socket of a process. This blocks without a limit if the process hangs and
+    /// thousands of other connections wait for it.
     ///
     /// # Errors
     /// Nobody listens on the socket.
@@ -173,17 +177,17 @@ impl Client {
     pub fn ask(&mut self, request: &Request) -> io::Result<Option<Status>> {
         write_line(self.0.get_mut(), request)?;
         match read_line(&mut self.0)? {
-            Some(Answer::Done) => Ok(None),
-            Some(Answer::Status(status)) => Ok(Some(*status)),
-            Some(Answer::Failed(why)) => Err(io::Error::other(why)),
+            Some(Response::Done) => Ok(None),
+            Some(Response::Status(status)) => Ok(Some(*status)),
+            Some(Response::Failed(why)) => Err(io::Error::other(why)),
             None => Err(io::ErrorKind::UnexpectedEof.into()),
         }
     }
 
-    /// Asks for the process, which may have another version of the protocol.
+    /// Asks a process of any version of the protocol for its version and its id.
     ///
     /// # Errors
-    /// The process ended, or it has no [`Process`] in its answer.
+    /// The process ended, or its response has no [`Process`].
     pub fn process(&mut self) -> io::Result<Process> {
         #[derive(Deserialize)]
         struct Part {
@@ -194,15 +198,13 @@ impl Client {
         Ok(part.ok_or(io::ErrorKind::UnexpectedEof)?.status)
     }
 
-    /// Ends the process, which may have another version of the protocol, and waits at most ten
-    /// seconds for it.
+    /// Ends a process of any version of the protocol, and waits at most ten seconds for its end.
     ///
     /// # Errors
     /// It refused, or did not end.
     pub fn end(mut self) -> io::Result<()> {
-        let answer = self.ask(&Request::End);
-        let ended = answer.and_then(|_| self.0.read_until(b'\n', &mut Vec::new()));
-        match ended {
+        let response = self.ask(&Request::End);
+        match response.and_then(|_| self.0.read_until(b'\n', &mut Vec::new())) {
             Ok(_) => Ok(()),
             // It ended of its own accord.
             Err(error) if has_ended(&error) => Ok(()),
@@ -210,7 +212,8 @@ impl Client {
         }
     }
 
-    /// Gets the data plane of a process, which goes on unless [`Self::adopted`] follows.
+    /// Asks for the data plane of a process. Returns its state and its descriptors. The process
+    /// goes on unless [`Self::adopted`] follows.
     pub(crate) fn take_over(&mut self) -> io::Result<(Status, Vec<OwnedFd>)> {
         let status = self.ask(&Request::HandOver)?.unwrap_or_default();
         // A buffered read would lose descriptors that are sent earlier.
@@ -223,11 +226,14 @@ impl Client {
         if message.bytes == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let fds = control.drain().filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-            _ => None,
-        });
-        let fds: Vec<OwnedFd> = fds.flatten().collect();
+        let fds: Vec<OwnedFd> = control
+            .drain()
+            .filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+                _ => None,
+            })
+            .flatten()
+            .collect();
         // The kernel leaves out those for which this process has no place.
         if fds.len() != usize::from(byte[0]) {
             let text = format!("{} of {} descriptors arrived", fds.len(), byte[0]);
@@ -236,14 +242,14 @@ impl Client {
         Ok((status, fds))
     }
 
-    /// Tells the process that its data plane runs here. It ends then.
+    /// Tells the process that its data plane runs here, so that it ends.
     ///
     /// # Errors
-    /// It goes on.
+    /// The other process goes on.
     pub(crate) fn adopted(mut self) -> io::Result<()> {
         write_line(self.0.get_mut(), &())?;
         match read_line(&mut self.0)? {
-            Some(Answer::Done) => Ok(()),
+            Some(Response::Done) => Ok(()),
             _ => Err(io::Error::other("the other process has not waited")),
         }
     }
@@ -251,7 +257,7 @@ impl Client {
     /// Waits until the process ends, without a limit.
     ///
     /// # Errors
-    /// The connection broke otherwise.
+    /// The connection broke for another reason.
     pub fn wait_for_end(mut self) -> io::Result<()> {
         self.0.get_ref().set_read_timeout(None)?;
         self.0.read_until(b'\n', &mut Vec::new()).map(drop)
@@ -269,11 +275,13 @@ pub(crate) fn has_ended(error: &io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
-/// Sends descriptors after the answer to [`Request::HandOver`], with their number.
+/// Sends descriptors after the response to [`Request::HandOver`], with their number.
 pub(crate) fn send_fds(stream: &UnixStream, fds: &[OwnedFd]) -> io::Result<()> {
     let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-    let count = u8::try_from(fds.len()).ok().filter(|count| *count <= MOST_FDS);
-    let count = count.ok_or_else(|| io::Error::other("too many descriptors"))?;
+    let count = u8::try_from(fds.len())
+        .ok()
+        .filter(|count| *count <= MOST_FDS)
+        .ok_or_else(|| io::Error::other("too many descriptors"))?;
     let mut space = vec![std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(&fds));
@@ -287,7 +295,7 @@ pub(crate) fn write_line(stream: &mut impl Write, value: &impl Serialize) -> io:
     stream.write_all(&line)
 }
 
-/// The next line; `None`: the other side has closed the connection.
+/// Reads the next line. Returns `None` if the other side has closed the connection.
 pub(crate) fn read_line<T: for<'de> Deserialize<'de>>(
     stream: &mut impl BufRead,
 ) -> io::Result<Option<T>> {

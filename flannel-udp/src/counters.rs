@@ -49,33 +49,33 @@ counters! {
     received_packets,
     /// Bytes of these packets.
     received_bytes,
-    /// Packets of pods to an address that no peer has.
+    /// Packets of pods to an address outside the subnets of all peers.
     no_peer,
-    /// Packets whose lifetime ended.
+    /// Packets whose TTL or hop limit ended.
     expired,
     /// Packets of pods that are not valid IP packets.
     bad_packet,
     /// Packets of pods that would be split into more and smaller segments than any kernel makes.
     tiny_segments,
-    /// Packets that the kernel refused to send.
+    /// Packets of pods that the kernel refused to send to a node.
     send_failed,
-    /// Packets that the kernel refused to receive.
+    /// Packets of nodes that the kernel refused to take from the device.
     write_failed,
     /// Failed reads of the device or of a socket.
     read_failed,
     /// Datagrams without a valid IP packet.
     bad_datagram,
-    /// Datagrams with a source address that no peer has.
+    /// Datagrams whose packet has a source address outside the subnets of all peers.
     foreign_source,
-    /// Datagrams of a host that is not the node of the source address.
+    /// Datagrams of a host that is not the node of the packet's source address.
     foreign_node,
     /// Packets received from a node behind NAT, from an address that it has proved to have.
     learned_node,
-    /// Requests to nodes to prove such an address.
+    /// Requests to nodes behind NAT to prove an address.
     proofs_requested,
 }
 
-/// A datagram of a host that is not the node of the source address.
+/// A datagram of a host that is not the node of the packet's source address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Foreign {
@@ -113,7 +113,8 @@ mod tests {
 
     #[test]
     fn the_last_foreign_packet_is_kept_and_all_are_counted() {
-        let (counters, at) = (Counters::default(), |n: u8| IpAddr::from([192, 0, 2, n]));
+        let counters = Counters::default();
+        let at = |n: u8| IpAddr::from([192, 0, 2, n]);
         assert_eq!(counters.last_foreign(), None);
         for n in [1, 2] {
             counters.add_foreign(at(7), at(n), at(8));

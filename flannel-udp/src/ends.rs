@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
@@ -21,8 +21,8 @@ use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
 use tun_rs::DeviceBuilder;
 
 use crate::error::Error;
-use crate::group::Group;
 use crate::options::Options;
+use crate::socket_group::SocketGroup;
 
 /// The size of the buffers of sockets, in bytes.
 const BUFFER: usize = 7 << 20;
@@ -41,9 +41,9 @@ pub(crate) trait Device {
 
 /// Datagrams of nodes.
 pub(crate) trait Wire {
-    /// Sends datagrams to a node. `size`: of each but the last; `None`: it is one.
+    /// Sends datagrams to a node. Each but the last has `size` bytes. `None` if it is one datagram.
     fn send(&self, to: SocketAddr, parts: &[IoSlice<'_>], size: Option<u16>) -> Result<(), Errno>;
-    /// The MTU of the path to a node, in bytes; `None`: not known.
+    /// The MTU of the path to a node, in bytes, or `None` if it is not known.
     fn path_mtu(&self, to: SocketAddr) -> Option<u16>;
     /// Receives datagrams of a node. Fails with `EAGAIN` if there are none.
     fn receive(&self, buffer: &mut [u8]) -> Result<Received, Errno>;
@@ -54,14 +54,14 @@ pub(crate) trait Wire {
 /// Datagrams that were received.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Received {
-    /// The length of all.
+    /// The length of all datagrams together.
     pub(crate) len: usize,
-    /// The size of each but the last.
+    /// The size of each datagram but the last.
     pub(crate) size: usize,
     pub(crate) from: SocketAddr,
 }
 
-/// A queue of a tun device, and the sockets whose packets it has.
+/// A queue of a tun device, and the sockets for its packets.
 #[derive(Debug)]
 pub(crate) struct Lane {
     pub(crate) queue: Queue,
@@ -77,13 +77,14 @@ impl Lane {
     /// # Errors
     /// The device or a socket cannot be opened.
     pub(crate) fn open(options: &Options, count: usize) -> Result<(Vec<Self>, Vec<Socket>), Error> {
-        let queues = Queue::open(&options.device, count)?;
-        let lane = |queue| Self { queue, receive: [None, None], send: [None, None] };
-        let mut lanes: Vec<Self> = queues.into_iter().map(lane).collect();
+        let mut lanes: Vec<Self> = Queue::open(&options.device, count)?
+            .into_iter()
+            .map(|queue| Self { queue, receive: [None, None], send: [None, None] })
+            .collect();
         let mut guards = Vec::new();
-        let address = |local: &IpAddr| SocketAddr::from((*local, options.port));
-        let addresses: Vec<SocketAddr> = options.local.iter().map(address).collect();
-        for (address, group) in addresses.iter().zip(Group::open(&addresses, count)?) {
+        let addresses: Vec<SocketAddr> =
+            options.local.iter().map(|local| SocketAddr::from((*local, options.port))).collect();
+        for (address, group) in addresses.iter().zip(SocketGroup::open(&addresses, count)?) {
             let family = usize::from(address.is_ipv6());
             for (n, lane) in lanes.iter_mut().enumerate() {
                 let sender = if options.one_port {
@@ -109,16 +110,18 @@ impl Lane {
         [self.queue.as_fd()].into_iter().chain(sockets.map(AsFd::as_fd))
     }
 
-    /// A lane from descriptors that another process has opened with these options. `receives`: it
-    /// has sockets that receive.
+    /// A lane from descriptors that another process has opened with these options. `receives` says
+    /// whether it has sockets that receive.
     pub(crate) fn from_fds(
         options: &Options,
         fds: &mut impl Iterator<Item = OwnedFd>,
         receives: bool,
     ) -> Option<Self> {
         let queue = Queue(File::from(fds.next()?));
-        let has = |is_v6| options.local.iter().any(|local| local.is_ipv6() == is_v6);
-        let mut socket = |is_v6| if has(is_v6) { fds.next().map(Socket) } else { None };
+        let mut socket = |is_v6| {
+            let has_family = options.local.iter().any(|local| local.is_ipv6() == is_v6);
+            if has_family { fds.next().map(Socket) } else { None }
+        };
         let receive = if receives { [socket(false), socket(true)] } else { [None, None] };
         let send = [socket(false), socket(true)];
         Some(Self { queue, receive, send })
@@ -173,13 +176,13 @@ impl Device for Queue {
     }
 }
 
-/// Whether the device of a queue is in this namespace and has this name. Without `/proc` it is
-/// taken for granted.
+/// Whether the device of a queue is in this namespace and has this name. Returns `true` if `/proc`
+/// cannot be read.
 pub(crate) fn has_device(queue: &Queue, name: &str) -> bool {
     let path = format!("/proc/self/fdinfo/{}", queue.0.as_raw_fd());
+    let Ok(info) = std::fs::read_to_string(path) else { return true };
     // linux `tun_chr_show_fdinfo`. The name is empty if the device is gone.
-    let now = std::fs::read_to_string(path).ok();
-    let now = now.as_deref().and_then(|text| text.lines().find_map(|l| l.strip_prefix("iff:")));
+    let now = info.lines().find_map(|line| line.strip_prefix("iff:"));
     now.is_none_or(|now| now.trim() == name && if_nametoindex(name).is_ok())
 }
 
@@ -188,7 +191,7 @@ pub(crate) fn has_device(queue: &Queue, name: &str) -> bool {
 pub(crate) enum Binding {
     /// It receives, and has its port alone.
     Receiver,
-    /// It receives, and is a member of a [`Group`].
+    /// It receives, and belongs to a [`SocketGroup`].
     SharedReceiver,
     /// The first and the last socket of a group, which receive nothing.
     FirstGuard,
@@ -210,7 +213,7 @@ impl Socket {
         Self::try_bind(address, binding).map_err(|source| Error::socket(address, source))
     }
 
-    /// The same with the error of the kernel.
+    /// Does what [`Self::bind`] does, and returns the error of the kernel.
     pub(crate) fn try_bind(address: SocketAddr, binding: Binding) -> io::Result<Self> {
         let family = if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
         let fd = socket(family, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
@@ -264,7 +267,7 @@ impl AsFd for Socket {
     }
 }
 
-/// A UDP socket of a thread that a descriptor stops.
+/// A UDP socket of a thread that ends when the descriptor `stop` is readable.
 #[derive(Debug)]
 pub(crate) struct Port<'a> {
     socket: &'a Socket,
@@ -280,11 +283,13 @@ impl<'a> Port<'a> {
 }
 
 impl Wire for Port<'_> {
-    /// Waits while the buffer of the socket is full, but not for ever, and after a wait in vain no
-    /// more until there is room. Packets to all nodes share this buffer. Queues of devices are
-    /// usually smaller, so that packets to a slow node are dropped there and leave room for others.
+    /// Waits while the buffer of the socket is full, at most [`PATIENCE`]. If that was in vain, it
+    /// does not wait again until there was room. Packets to all nodes share this buffer. Queues of
+    /// devices are usually smaller, so that packets to a slow node are dropped there and leave room
+    /// for others.
     fn send(&self, to: SocketAddr, parts: &[IoSlice<'_>], size: Option<u16>) -> Result<(), Errno> {
-        let (fd, to) = (self.socket.as_fd(), SockaddrStorage::from(to));
+        let fd = self.socket.as_fd();
+        let to = SockaddrStorage::from(to);
         let size = size.as_ref().map(ControlMessage::UdpGsoSegments);
         let send = || {
             let flags = MsgFlags::MSG_DONTWAIT;
@@ -292,9 +297,11 @@ impl Wire for Port<'_> {
         };
         let result = match send() {
             Err(Errno::EAGAIN) if !self.is_stuck.get() => {
-                let (read, write) = (PollFlags::POLLIN, PollFlags::POLLOUT);
                 let patience = PollTimeout::try_from(PATIENCE).unwrap_or(PollTimeout::ZERO);
-                let mut ready = [PollFd::new(self.stop, read), PollFd::new(fd, write)];
+                let mut ready = [
+                    PollFd::new(self.stop, PollFlags::POLLIN),
+                    PollFd::new(fd, PollFlags::POLLOUT),
+                ];
                 self.is_stuck.set(poll(&mut ready, patience) == Ok(0));
                 send()
             }

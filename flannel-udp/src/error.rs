@@ -24,7 +24,7 @@ pub enum Error {
         "tun device {device}: another data plane has it; end that process (pgrep -af \
          'flannel.*udp')"
     )]
-    Claimed {
+    DeviceTaken {
         /// Its name.
         device: String,
     },
@@ -47,7 +47,7 @@ pub enum Error {
     /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]
     Thread(io::Error),
-    /// Another process has not handed over what a data plane consists of.
+    /// Another process has not handed over all descriptors of its data plane.
     #[error("descriptors are missing")]
     Descriptors,
 }
@@ -59,11 +59,12 @@ impl Error {
 
     /// The error of a socket with an address.
     pub(crate) fn socket(address: SocketAddr, source: io::Error) -> Self {
-        let is_taken = source.kind() == io::ErrorKind::AddrInUse;
-        match is_taken.then(|| ports::owner(address)).flatten() {
-            Some(owner) => Self::PortTaken { address, owner },
-            None => Self::Socket { address, source },
+        if source.kind() == io::ErrorKind::AddrInUse
+            && let Some(owner) = ports::owner(address)
+        {
+            return Self::PortTaken { address, owner };
         }
+        Self::Socket { address, source }
     }
 }
 

@@ -94,8 +94,8 @@ impl Wire for &FakeWire {
     }
 }
 
-/// A packet of IPv4 from 10.1.7.2 to 10.1.8.2 with its vnet header. With a `size` the kernel has
-/// left its segmentation to the device.
+/// A packet of IPv4 from 10.1.7.2 to 10.1.8.2 with its vnet header. If `size` is not 0, the kernel
+/// has left it to the device to make segments of this size.
 #[cfg_attr(not(test), expect(dead_code, reason = "fuzz targets have their own packets"))]
 pub(crate) fn from_pod(protocol: u8, payload: &[u8], size: u16) -> Vec<u8> {
     let mut packet =
@@ -118,7 +118,13 @@ pub(crate) fn from_pod(protocol: u8, payload: &[u8], size: u16) -> Vec<u8> {
         (_, TCP) => GSO_TCPV4,
         _ => GSO_UDP_L4,
     };
-    let (flags, csum_start, csum_offset) = (NEEDS_CSUM, 20, (place - 20) as u16);
-    let vnet = Vnet { flags, gso_type, hdr_len: 0, gso_size: size, csum_start, csum_offset };
+    let vnet = Vnet {
+        flags: NEEDS_CSUM,
+        gso_type,
+        hdr_len: 0,
+        gso_size: size,
+        csum_start: 20,
+        csum_offset: (place - 20) as u16,
+    };
     [&vnet.write()[..], &packet].concat()
 }

@@ -1,5 +1,5 @@
-//! The process of a data plane, as a program that needs one sees it: found, started, or replaced by
-//! one of another version.
+//! A handle of the process of a data plane. It finds the process, starts it, or replaces a process
+//! of another version.
 
 use std::fmt;
 use std::fs::{DirBuilder, File, TryLockError};
@@ -18,14 +18,14 @@ use crate::started::command;
 
 /// The longest time until a process that was started answers.
 const START: Duration = Duration::from_secs(5);
-/// The longest time for an answer of one that hands over meanwhile.
+/// The longest time for the answer of a process that hands over meanwhile.
 const ANSWER: Duration = Duration::from_secs(10);
-/// The longest wait for a process that starts or takes over, and that for counts.
+/// The longest wait for a process that starts or takes over. A question for counts waits less.
 const TAKE_OVER: Duration = Duration::from_secs(10);
 const TAKE_OVER_FOR_COUNTS: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// The process of a data plane. Clones are handles of the same.
+/// A handle of the process of a data plane. Clones are handles of the same process.
 ///
 /// All methods block: for each request at most ten seconds, and while a process starts or takes
 /// over up to a minute more. A dropped handle leaves the process as it is.
@@ -35,18 +35,18 @@ pub struct DataPlane(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     dir: PathBuf,
-    /// The program that is started, which serves on this socket.
+    /// The command that starts the process on a socket.
     command: fn(&Path) -> Command,
     inner: Mutex<Inner>,
 }
 
 /// Is called when the process ends.
 #[derive(Default)]
-struct Listener(Option<Box<dyn Fn() + Send>>);
+struct EndCallback(Option<Box<dyn Fn() + Send>>);
 
-impl fmt::Debug for Listener {
+impl fmt::Debug for EndCallback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Listener").field(&self.0.is_some()).finish()
+        f.debug_tuple("EndCallback").field(&self.0.is_some()).finish()
     }
 }
 
@@ -57,29 +57,31 @@ struct Inner {
     running: Option<Process>,
     /// The id of the process whose end is reported.
     watched: Option<u32>,
-    listener: Listener,
+    on_end: EndCallback,
     child: Option<Child>,
-    /// The version of the program that was started last; `None`: none was. It differs from
-    /// [`PROGRAM_VERSION`] if another program is in `PATH`, which is not started again and again.
+    /// The version of the program that was started last, or `None` if none was started. It differs
+    /// from [`PROGRAM_VERSION`] if another program is in `PATH`, which is not started again and
+    /// again.
     started: Option<String>,
 }
 
 impl Inner {
-    /// The process has another version than one that would be started.
+    /// Whether the process has another version than a process that would be started.
     fn is_old(&self) -> bool {
         let current = self.started.as_deref().unwrap_or(PROGRAM_VERSION);
         self.running.as_ref().is_some_and(|running| running.program != current)
     }
 }
 
-/// The process that requests need.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// Which process a request needs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 enum Need {
-    /// None: without one there is nothing to read or to delete.
+    /// No process: without one there is nothing to read or to delete.
+    #[default]
     Nothing,
-    /// One of any version.
+    /// A process of any version.
     Any,
-    /// One of the version that would be started. It takes over from one of another version.
+    /// A process of the version that would be started. It takes over from another version.
     Current,
 }
 
@@ -94,7 +96,8 @@ impl Need {
 }
 
 impl DataPlane {
-    /// The process whose socket is `socket` in this directory, which is made when it starts.
+    /// The process whose socket is `socket` in this directory. Starting the process makes the
+    /// directory.
     pub fn new(dir: PathBuf) -> Self {
         Self::with_command(dir, command)
     }
@@ -103,22 +106,22 @@ impl DataPlane {
         Self(Arc::new(Shared { dir, command, inner: Mutex::default() }))
     }
 
-    /// Calls a function whenever the process has ended, in place of an earlier one. It must not
-    /// block, and must not use this handle.
-    pub fn on_end(&self, listener: impl Fn() + Send + 'static) {
-        self.inner().listener = Listener(Some(Box::new(listener)));
+    /// Calls a function whenever the process has ended. It replaces an earlier function. It must
+    /// not block, and must not use this handle.
+    pub fn on_end(&self, callback: impl Fn() + Send + 'static) {
+        self.inner().on_end = EndCallback(Some(Box::new(callback)));
     }
 
-    /// The version of the process that has answered last, if it is another one than that of a
-    /// process that would be started. [`Request::Start`] replaces it.
+    /// The version of the process that has answered last, if a process of another version would be
+    /// started. [`Request::Start`] replaces such a process.
     pub fn other_version(&self) -> Option<String> {
         let inner = self.inner();
         let running = inner.running.as_ref().filter(|_| inner.is_old());
         running.map(|running| running.program.clone())
     }
 
-    /// The counts of the process; `None` if there is no process, or it starts or ends. A connection of its
-    /// own does not wait for other requests.
+    /// The counts of the process, or `None` if there is no process, or it still starts or ends. This
+    /// uses a connection of its own, so it does not wait for other requests.
     ///
     /// # Errors
     /// The process cannot be asked, or gives no counts.
@@ -141,8 +144,8 @@ impl DataPlane {
     /// Asks the process on a new connection. Waits for one that starts or takes over.
     ///
     /// # Errors
-    /// Those of the question. There is no process ([`is_nobody`]). A process starts or takes over,
-    /// and does not end that (`TimedOut`).
+    /// The question failed. Or there is no process ([`is_nobody`]). Or a process starts or takes
+    /// over for longer than `patience` (`TimedOut`).
     fn reach<T>(
         &self,
         patience: Duration,
@@ -153,7 +156,8 @@ impl DataPlane {
             Ok((question(&mut client)?, client))
         };
         let lock = self.socket().with_extension(LOCK);
-        let (begin, mut was_free) = (Instant::now(), false);
+        let begin = Instant::now();
+        let mut was_free = false;
         loop {
             let error = match ask() {
                 Err(error) if is_gone(&error) => error,
@@ -190,45 +194,46 @@ impl DataPlane {
     pub fn ask(&self, requests: &[Request]) -> Vec<io::Result<Option<Status>>> {
         let mut inner = self.inner();
         let need = requests.iter().map(Need::of).max().unwrap_or(Need::Nothing);
-        let again = |error: &io::Error| io::Error::new(error.kind(), error.to_string());
-        let mut broken = self.connect(&mut inner, need, TAKE_OVER).err();
-        let mut not_current = None;
-        if need == Need::Current && broken.is_some() {
+        let mut batch = Batch { need, ..Batch::default() };
+        batch.broken = self.connect(&mut inner, need, TAKE_OVER).err();
+        if need == Need::Current && batch.broken.is_some() {
             // The old process still does the rest. One that hangs was awaited already.
-            not_current = broken;
-            broken = self.connect(&mut inner, Need::Nothing, Duration::ZERO).err();
+            batch.not_current = batch.broken.take();
+            batch.broken = self.connect(&mut inner, Need::Nothing, Duration::ZERO).err();
         }
-        let answer = |request: &Request| {
-            let has_client = inner.client.is_some();
-            let fails = match Need::of(request) {
-                Need::Current => true,
-                Need::Any => !has_client,
-                Need::Nothing => false,
-            };
-            if let Some(error) = not_current.as_ref().filter(|_| fails).or(broken.as_ref()) {
-                return Err(again(error));
+        requests.iter().map(|request| self.ask_one(&mut inner, &mut batch, request)).collect()
+    }
+
+    /// Asks one request of a batch.
+    fn ask_one(
+        &self,
+        inner: &mut Inner,
+        batch: &mut Batch,
+        request: &Request,
+    ) -> io::Result<Option<Status>> {
+        if let Some(error) = batch.error_of(request, inner.client.is_some()) {
+            return Err(copy_of(error));
+        }
+        let Some(client) = &mut inner.client else { return Ok(None) };
+        let mut answer = client.ask(request);
+        if answer.as_ref().is_err_and(is_gone) {
+            // Another process has taken over from it. All requests can be repeated.
+            inner.client = None;
+            let need = if batch.not_current.is_some() { Need::of(request) } else { batch.need };
+            if let Err(error) = self.connect(inner, need, TAKE_OVER) {
+                batch.broken = Some(copy_of(&error));
+                return Err(error);
             }
             let Some(client) = &mut inner.client else { return Ok(None) };
-            let mut answer = client.ask(request);
-            if answer.as_ref().is_err_and(is_gone) {
-                // Another process has taken over from it. All requests can be repeated.
-                inner.client = None;
-                let need = if not_current.is_some() { Need::of(request) } else { need };
-                if let Err(error) = self.connect(&mut inner, need, TAKE_OVER) {
-                    broken = Some(again(&error));
-                    return Err(error);
-                }
-                let Some(client) = &mut inner.client else { return Ok(None) };
-                answer = client.ask(request);
-            }
-            // It has ended, or does not answer.
-            broken = answer.as_ref().err().filter(|e| e.kind() != ErrorKind::Other).map(again);
-            if broken.is_some() || matches!(request, Request::Stop(_)) {
-                inner.client = None;
-            }
-            answer
-        };
-        requests.iter().map(answer).collect()
+            answer = client.ask(request);
+        }
+        // It has ended, or does not answer.
+        let failed = answer.as_ref().err().filter(|error| error.kind() != ErrorKind::Other);
+        batch.broken = failed.map(copy_of);
+        if batch.broken.is_some() || matches!(request, Request::Stop(_)) {
+            inner.client = None;
+        }
+        answer
     }
 
     /// Connects to the process that is needed. A new one takes over from the one that runs.
@@ -238,13 +243,13 @@ impl DataPlane {
         }
         inner.client = None;
         match self.reach(patience, |client| self.greet(client)) {
-            Ok(((process, watch), client)) if process.version == VERSION => {
-                inner.running = Some(process);
+            Ok((greeted, client)) if greeted.process.version == VERSION => {
+                inner.running = Some(greeted.process);
                 if need != Need::Current || !inner.is_old() {
-                    return self.use_client(inner, client, watch);
+                    return self.use_client(inner, client, greeted.watch);
                 }
             }
-            // One that starts would have to wait for it too.
+            // A new process would have to wait for this one too.
             Err(error) if error.kind() == ErrorKind::TimedOut => return Err(error),
             Ok(_) if need == Need::Nothing => return Err(other_protocol()),
             Err(error) if need == Need::Nothing => {
@@ -261,9 +266,9 @@ impl DataPlane {
         self.replace(inner, need, patience)
     }
 
-    /// The process, and a connection that ends with it.
-    fn greet(&self, client: &mut Client) -> io::Result<(Process, Client)> {
-        Ok((client.process()?, Client::connect(&self.socket())?))
+    /// Asks who answers.
+    fn greet(&self, client: &mut Client) -> io::Result<Greeted> {
+        Ok(Greeted { process: client.process()?, watch: Client::connect(&self.socket())? })
     }
 
     /// Starts a process, which takes over from the one that runs, and connects to it.
@@ -279,10 +284,10 @@ impl DataPlane {
                 .and_then(|mut client| Ok((self.greet(&mut client)?, client)));
             match connected {
                 // The old one answers until it has handed over.
-                Ok(((process, watch), client)) if process.pid == child.id() => {
-                    inner.started = Some(process.program.clone());
-                    inner.running = Some(process);
-                    return self.use_client(inner, client, watch);
+                Ok((greeted, client)) if greeted.process.pid == child.id() => {
+                    inner.started = Some(greeted.process.program.clone());
+                    inner.running = Some(greeted.process);
+                    return self.use_client(inner, client, greeted.watch);
                 }
                 // It must not take over when nobody waits for it. After an error it has perhaps
                 // just done so.
@@ -301,13 +306,13 @@ impl DataPlane {
                 let ended = || io::Error::other(format!("its process ended: {status}"));
                 // Another one may have taken over from it.
                 let reached = self.reach(patience, |client| self.greet(client));
-                let ((process, watch), client) = reached.map_err(|_| ended())?;
-                let is_known = process.version == VERSION;
-                inner.running = Some(process).filter(|_| is_known);
+                let (greeted, client) = reached.map_err(|_| ended())?;
+                let is_known = greeted.process.version == VERSION;
+                inner.running = is_known.then_some(greeted.process);
                 if !is_known || (need == Need::Current && inner.is_old()) {
                     return Err(ended());
                 }
-                return self.use_client(inner, client, watch);
+                return self.use_client(inner, client, greeted.watch);
             }
         }
     }
@@ -317,8 +322,8 @@ impl DataPlane {
         let pid = inner.running.as_ref().map(|process| process.pid).unwrap_or_default();
         if inner.watched != Some(pid) {
             let plane = self.clone();
-            let thread = std::thread::Builder::new().name("watch".into()).stack_size(256 << 10);
-            thread.spawn(move || {
+            let builder = std::thread::Builder::new().name("watch".into()).stack_size(256 << 10);
+            builder.spawn(move || {
                 let _ = watch.wait_for_end();
                 plane.ended(pid);
             })?;
@@ -343,15 +348,51 @@ impl DataPlane {
         let mut inner = self.inner();
         // Otherwise another one has taken over from it.
         if inner.watched == Some(pid) {
-            (inner.watched, inner.client) = (None, None);
+            inner.watched = None;
+            inner.client = None;
         }
         if let Some(child) = &mut inner.child {
             let _ = child.try_wait();
         }
-        if let Some(listener) = &inner.listener.0 {
-            listener();
+        if let Some(on_end) = &inner.on_end.0 {
+            on_end();
         }
     }
+}
+
+/// A process that answers, and a connection that ends with it.
+struct Greeted {
+    process: Process,
+    watch: Client,
+}
+
+/// The state between the requests of one call of [`DataPlane::ask`].
+#[derive(Debug, Default)]
+struct Batch {
+    /// What the most demanding request needs.
+    need: Need,
+    /// Why there is no process of the current version, while an older one answers.
+    not_current: Option<io::Error>,
+    /// Why no process answers any more.
+    broken: Option<io::Error>,
+}
+
+impl Batch {
+    /// The error with which a request fails before it is asked.
+    fn error_of(&self, request: &Request, has_client: bool) -> Option<&io::Error> {
+        let needs_another = match Need::of(request) {
+            Need::Current => true,
+            Need::Any => !has_client,
+            Need::Nothing => false,
+        };
+        let not_current = self.not_current.as_ref().filter(|_| needs_another);
+        not_current.or(self.broken.as_ref())
+    }
+}
+
+/// An error with the same kind and text.
+fn copy_of(error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), error.to_string())
 }
 
 /// Whether there is no process that can answer, perhaps because another one takes over.
@@ -465,7 +506,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("socket");
         let _requests = process(&socket, PROGRAM_VERSION, &options(), |_| Some("STATUS"));
-        let (plane, tries) = (without_program(dir.path()), AtomicUsize::new(0));
+        let plane = without_program(dir.path());
+        let tries = AtomicUsize::new(0);
         let question = |client: &mut Client| match tries.fetch_add(1, Ordering::SeqCst) {
             0 | 1 => Err(ErrorKind::UnexpectedEof.into()),
             _ => client.process(),

@@ -47,16 +47,20 @@ pub(crate) fn is_in_use(device: &str) -> io::Result<bool> {
             length => break length?,
         }
     };
-    // Otherwise the device has gone.
-    let link = answer[..length]
-        .split_at_checked(HEADER)
-        .filter(|(header, _)| header[4..6] == RTM_NEWLINK.to_ne_bytes());
-    Ok(link.and_then(|(_, link)| link.get(LINK..)).is_some_and(|attributes| {
-        let kind =
-            attribute(attributes, IFLA_LINKINFO).and_then(|info| attribute(info, IFLA_INFO_KIND));
-        let carrier = attribute(attributes, IFLA_CARRIER).and_then(<[u8]>::first);
-        kind.is_some_and(|kind| kind.starts_with(b"tun\0")) && carrier == Some(&1)
-    }))
+    Ok(is_tun_with_carrier(&answer[..length]))
+}
+
+/// Whether a message describes a tun device that has a carrier. It does not if the device is gone.
+fn is_tun_with_carrier(message: &[u8]) -> bool {
+    let Some((header, link)) = message.split_at_checked(HEADER) else { return false };
+    if header[4..6] != RTM_NEWLINK.to_ne_bytes() {
+        return false;
+    }
+    let Some(attributes) = link.get(LINK..) else { return false };
+    let kind =
+        attribute(attributes, IFLA_LINKINFO).and_then(|info| attribute(info, IFLA_INFO_KIND));
+    let carrier = attribute(attributes, IFLA_CARRIER).and_then(<[u8]>::first);
+    kind.is_some_and(|kind| kind.starts_with(b"tun\0")) && carrier == Some(&1)
 }
 
 /// The value of the first attribute of a type.

@@ -19,9 +19,9 @@ const PSH: u8 = 8;
 /// Packets that are written at once: the headers of the first, and the payloads of all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Group {
-    /// The packets, in a list of them.
+    /// The places of the packets in the list of all packets.
     pub(crate) packets: Range<usize>,
-    /// The length of the headers of each, in bytes; 0: it is one packet, of any kind.
+    /// The length of the headers of each packet, in bytes. 0 if it is a single packet of any kind.
     pub(crate) headers: usize,
     flow: Option<Flow>,
     /// No packet can follow.
@@ -84,8 +84,8 @@ impl Flow {
         })
     }
 
-    /// Whether the checksum of the transport header is right, or only that of the pseudo-header
-    /// ([`partial_checksum`](crate::packet::partial_checksum)).
+    /// Whether the checksum of the transport header is right, or is the sum of the pseudo-header
+    /// only ([`partial_checksum`](crate::packet::partial_checksum)).
     fn is_intact(&self, packet: &[u8]) -> bool {
         let len = self.headers - self.start + self.payload;
         let pseudo = pseudo_sum(packet, self.is_v6, self.protocol, len);
@@ -100,23 +100,27 @@ impl Flow {
     /// The ranges of the headers that all packets of a group have in common.
     fn common(&self) -> [Range<usize>; 4] {
         let start = self.start;
-        let [ip, more] = if self.is_v6 { [0..4, 6..40] } else { [0..2, 6..10] };
+        // All fields but the length. The id and the checksum of IPv4 may differ too.
+        let before_len = if self.is_v6 { 0..4 } else { 0..2 };
+        let after_len = if self.is_v6 { 6..40 } else { 6..10 };
         // The addresses of IPv4 and the ports follow each other.
         let ports = if self.is_v6 { start..start + 4 } else { 12..start + 4 };
-        // The number of acknowledged bytes; the window and the options.
-        let rest = if self.protocol == TCP { start + 8..start + 13 } else { 0..0 };
-        [ip, more, ports, rest]
+        // The number of acknowledged bytes, and the length of the header.
+        let acknowledged = if self.protocol == TCP { start + 8..start + 13 } else { 0..0 };
+        [before_len, after_len, ports, acknowledged]
     }
 
     fn has_the_headers_of(&self, packet: &[u8], first: &Self, of_first: &[u8]) -> bool {
         let same = |range: Range<usize>| packet[range.clone()] == of_first[range];
-        let options = || {
-            self.protocol == UDP
-                || (same(self.start + 14..self.start + 16) && same(self.start + 18..self.headers))
-        };
-        (self.is_v6, self.protocol, self.headers) == (first.is_v6, first.protocol, first.headers)
-            && self.common().into_iter().all(same)
-            && options()
+        let is_of_kind = self.is_v6 == first.is_v6
+            && self.protocol == first.protocol
+            && self.headers == first.headers;
+        if !is_of_kind || !self.common().into_iter().all(same) {
+            return false;
+        }
+        let window = self.start + 14..self.start + 16;
+        let options = self.start + 18..self.headers;
+        self.protocol == UDP || (same(window) && same(options))
     }
 }
 
@@ -153,8 +157,8 @@ impl Group {
         fits
     }
 
-    /// Makes the headers of the first packet those of the group. `ends_with_push`: the last packet
-    /// has the flag PSH.
+    /// Makes the headers of the first packet the headers of the group. `last_flags` are the flags
+    /// of TCP of the last packet, for its flag PSH.
     pub(crate) fn finish(&self, first: &mut [u8], last_flags: u8) -> Vnet {
         let Some(flow) = self.flow.filter(|_| self.packets.len() > 1) else {
             return Vnet::default();
@@ -193,18 +197,24 @@ impl Group {
     }
 }
 
-/// Divides packets into groups, if packets of TCP and UDP are to be joined. `packet(n)` is packet
-/// `n` with its header.
+/// Which packets are joined.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Joins {
+    pub(crate) tcp: bool,
+    pub(crate) udp: bool,
+}
+
+/// Divides packets into groups. `packet(n)` is packet `n` with its header.
 pub(crate) fn join<'a>(
     count: usize,
-    [tcp, udp]: [bool; 2],
+    joins: Joins,
     packet: impl Fn(usize) -> (&'a [u8], &'a Header),
     groups: &mut Vec<Group>,
 ) {
     groups.clear();
     for n in 0..count {
         let (bytes, ip) = packet(n);
-        let is_candidate = if ip.protocol == TCP { tcp } else { udp };
+        let is_candidate = if ip.protocol == TCP { joins.tcp } else { joins.udp };
         if is_candidate
             && let Some(group) = groups.last_mut()
             && group.take(bytes, ip, packet(group.packets.start).0)
@@ -225,8 +235,8 @@ mod tests {
     use super::*;
     use crate::split::{Refused, split};
 
-    /// A packet of TCP or UDP with right checksums but for the transport's, which is that of the
-    /// pseudo-header, as the kernel leaves it to hardware.
+    /// A packet of TCP or UDP with right checksums. Only the checksum of the transport header is
+    /// the sum of the pseudo-header, as the kernel leaves it to hardware.
     fn partial(is_v6: bool, protocol: u8, flags: u8, options: &[u8], payload: &[u8]) -> Vec<u8> {
         let mut packet = if is_v6 {
             let mut header = vec![0x60, 1, 2, 3, 0, 0, protocol, 60];
@@ -243,20 +253,9 @@ mod tests {
         packet.extend([0x12, 0x34, 0x14, 0x51]);
         if protocol == TCP {
             packet.extend(0xffff_ff00_u32.to_be_bytes());
-            packet.extend([
-                9,
-                8,
-                7,
-                6,
-                (5 + options.len() as u8 / 4) << 4,
-                flags,
-                1,
-                2,
-                0,
-                0,
-                0,
-                0,
-            ]);
+            packet.extend([9, 8, 7, 6]);
+            packet.extend([(5 + options.len() as u8 / 4) << 4, flags, 1, 2]);
+            packet.extend([0, 0, 0, 0]);
             packet.extend(options);
         } else {
             packet.extend([0, 0, 0, 0]);
@@ -280,10 +279,15 @@ mod tests {
             (_, false) => GSO_TCPV4,
             (_, true) => GSO_TCPV6,
         };
-        let csum_offset = if protocol == TCP { 16 } else { 6 };
-        // The length of the headers is a hint only.
-        let (flags, hdr_len, csum_start) = (NEEDS_CSUM, 0, ip.len as u16);
-        Vnet { flags, gso_type, hdr_len, gso_size: size, csum_start, csum_offset }
+        Vnet {
+            flags: NEEDS_CSUM,
+            gso_type,
+            // The length of the headers is a hint only.
+            hdr_len: 0,
+            gso_size: size,
+            csum_start: ip.len as u16,
+            csum_offset: if protocol == TCP { 16 } else { 6 },
+        }
     }
 
     /// The packets into which a packet is split.
@@ -291,34 +295,38 @@ mod tests {
         let mut packet = packet.to_vec();
         let ip = Header::parse(&packet).unwrap();
         let segments = split(&mut packet, &ip, vnet).unwrap();
-        let segment = |n: usize| {
-            let mut segment = vec![7; 3];
-            segments.write_headers(n, &packet, &ip, &mut segment);
-            segment.extend_from_slice(&packet[segments.payload_of(n, &packet)]);
-            segment.split_off(3)
-        };
-        (0..segments.count).map(segment).collect()
+        (0..segments.count)
+            .map(|n| {
+                let mut segment = vec![7; 3];
+                segments.write_headers(n, &packet, &ip, &mut segment);
+                segment.extend_from_slice(&packet[segments.payload_of(n, &packet)]);
+                segment.split_off(3)
+            })
+            .collect()
     }
 
     /// The packets of groups, and the vnet header of each.
     fn joined(packets: &[Vec<u8>]) -> Vec<(Vec<u8>, Vnet)> {
         let parsed: Vec<Header> = packets.iter().map(|p| Header::parse(p).unwrap()).collect();
         let mut groups = Vec::new();
-        join(packets.len(), [true; 2], |n| (&packets[n], &parsed[n]), &mut groups);
-        let of_group = |group: &Group| {
-            let (first, last) = (group.packets.start, group.packets.end - 1);
-            if group.packets.len() == 1 {
-                return (packets[first].clone(), Vnet::default());
-            }
-            let mut bytes = packets[first][..group.headers].to_vec();
-            let flags = group.flags_at().map_or(0, |at| packets[last][at]);
-            let vnet = group.finish(&mut bytes, flags);
-            for packet in &packets[group.packets.clone()] {
-                bytes.extend(&packet[group.headers..]);
-            }
-            (bytes, vnet)
-        };
-        groups.iter().map(of_group).collect()
+        let joins = Joins { tcp: true, udp: true };
+        join(packets.len(), joins, |n| (&packets[n], &parsed[n]), &mut groups);
+        groups.iter().map(|group| joined_group(group, &packets[group.packets.clone()])).collect()
+    }
+
+    /// The packet of a group of packets, and its vnet header.
+    fn joined_group(group: &Group, packets: &[Vec<u8>]) -> (Vec<u8>, Vnet) {
+        if packets.len() == 1 {
+            return (packets[0].clone(), Vnet::default());
+        }
+        let mut bytes = packets[0][..group.headers].to_vec();
+        let last = &packets[packets.len() - 1];
+        let last_flags = group.flags_at().map_or(0, |at| last[at]);
+        let vnet = group.finish(&mut bytes, last_flags);
+        for packet in packets {
+            bytes.extend(&packet[group.headers..]);
+        }
+        (bytes, vnet)
     }
 
     fn is_intact(packet: &[u8]) -> bool {

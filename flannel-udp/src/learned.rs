@@ -4,7 +4,7 @@
 //! by an echo: a request with a random number goes to the public address of its lease, and the
 //! kernel of the node answers, Go flannel's too. Only a program that sees packets to the node can
 //! know the number, and such a program could send from the public address as well. So nobody can
-//! make another address count as that of a node, and nothing is ever sent to a learned one.
+//! make another address count as the address of a node, and nothing is ever sent to a learned one.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::{IpAddr, SocketAddr};
@@ -37,9 +37,31 @@ pub(crate) enum Source {
 struct Entry {
     /// The public address, to which requests are sent.
     public: SocketAddr,
-    /// The number of the last request, until it is answered, and its time.
-    request: Option<(u64, Instant)>,
-    proved: Option<(IpAddr, Instant)>,
+    /// The last request, until it is answered.
+    request: Option<ProofRequest>,
+    proved: Option<Proof>,
+}
+
+/// A request to prove an address.
+#[derive(Debug, Clone, Copy)]
+struct ProofRequest {
+    number: u64,
+    at: Instant,
+}
+
+/// The address that a node has proved, and when.
+#[derive(Debug, Clone, Copy)]
+struct Proof {
+    address: IpAddr,
+    at: Instant,
+}
+
+/// The result of [`Learned::check`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Checked {
+    pub(crate) source: Source,
+    /// The number of a request that is to be sent to the node.
+    pub(crate) request: Option<u64>,
 }
 
 /// The addresses of nodes by the subnets of their pods.
@@ -49,28 +71,30 @@ pub(crate) struct Learned(Mutex<HashMap<Prefix, Entry>>);
 impl Learned {
     /// Addresses that another process has learned.
     pub(crate) fn new(learned: &BTreeMap<Prefix, IpAddr>, table: &Table) -> Self {
-        let now = Instant::now();
-        let entry = |(subnet, address): (&Prefix, &IpAddr)| {
-            let public = table.get(subnet.address)?.address;
-            let proved = Some((*address, now));
-            Some((*subnet, Entry { public, request: None, proved }))
-        };
-        Self(Mutex::new(learned.iter().filter_map(entry).collect()))
+        let at = Instant::now();
+        let mut entries = HashMap::new();
+        for (subnet, address) in learned {
+            if let Some(peer) = table.get(subnet.address) {
+                let proved = Some(Proof { address: *address, at });
+                entries.insert(*subnet, Entry { public: peer.address, request: None, proved });
+            }
+        }
+        Self(Mutex::new(entries))
     }
 
     fn entries(&self) -> MutexGuard<'_, HashMap<Prefix, Entry>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Decides about a packet of a peer from another than its public address. `answer`: the number
-    /// in the packet, if it is an echo. Returns the number of a request to be sent, too.
+    /// Decides about a packet of a peer that comes from another address than the public one.
+    /// `answer` is the number in the packet, if it is an echo.
     pub(crate) fn check(
         &self,
         peer: &Peer,
         from: IpAddr,
         answer: Option<u64>,
         now: Instant,
-    ) -> (Source, Option<u64>) {
+    ) -> Checked {
         let mut entries = self.entries();
         let subnet = Prefix { address: peer.subnet, len: peer.len };
         let new = || Entry { public: peer.address, request: None, proved: None };
@@ -78,45 +102,47 @@ impl Learned {
         if entry.public != peer.address {
             *entry = new();
         }
-        if answer.is_some() && answer == entry.request.map(|(number, _)| number) {
-            (entry.request, entry.proved) = (None, Some((from, now)));
-            return (Source::Proof, None);
+        if answer.is_some() && answer == entry.request.map(|request| request.number) {
+            entry.request = None;
+            entry.proved = Some(Proof { address: from, at: now });
+            return Checked { source: Source::Proof, request: None };
         }
-        let age = entry.proved.filter(|(address, _)| *address == from).map(|(_, at)| now - at);
+        let proof = entry.proved.filter(|proof| proof.address == from);
+        let age = proof.map(|proof| now - proof.at);
         let source = match age {
             Some(age) if age < LIFETIME => Source::Learned,
             _ => Source::Foreign,
         };
         let is_young = age.is_some_and(|age| age < RENEWAL);
-        if is_young || entry.request.is_some_and(|(_, at)| now - at < GAP) {
-            return (source, None);
+        if is_young || entry.request.is_some_and(|request| now - request.at < GAP) {
+            return Checked { source, request: None };
         }
-        let mut number = [0; 8];
+        let mut random = [0; 8];
         // A system without random numbers learns no address.
-        let number = match getrandom(&mut number, GetRandomFlags::empty()) {
-            Ok(8) => Some(u64::from_ne_bytes(number)),
+        let number = match getrandom(&mut random, GetRandomFlags::empty()) {
+            Ok(8) => Some(u64::from_ne_bytes(random)),
             _ => None,
         };
-        entry.request = number.map(|number| (number, now));
-        (source, number)
+        entry.request = number.map(|number| ProofRequest { number, at: now });
+        Checked { source, request: number }
     }
 
-    /// Forgets nodes that are no peers any more.
+    /// Forgets nodes that are not peers any more.
     pub(crate) fn retain(&self, table: &Table) {
-        let is_peer = |subnet: &Prefix, entry: &Entry| {
+        self.entries().retain(|subnet, entry| {
             table.get(subnet.address).is_some_and(|peer| peer.address == entry.public)
-        };
-        self.entries().retain(|subnet, entry| is_peer(subnet, entry));
+        });
     }
 
     /// The addresses that count now.
     pub(crate) fn list(&self) -> BTreeMap<Prefix, IpAddr> {
-        let is_valid = |at: &Instant| at.elapsed() < LIFETIME;
-        let address = |(subnet, entry): (&Prefix, &Entry)| {
-            let (address, _) = entry.proved.filter(|(_, at)| is_valid(at))?;
-            Some((*subnet, address))
-        };
-        self.entries().iter().filter_map(address).collect()
+        self.entries()
+            .iter()
+            .filter_map(|(subnet, entry)| {
+                let proof = entry.proved.filter(|proof| proof.at.elapsed() < LIFETIME)?;
+                Some((*subnet, proof.address))
+            })
+            .collect()
     }
 }
 
@@ -134,8 +160,12 @@ mod tests {
 
     #[test]
     fn only_the_number_of_the_last_request_to_the_peer_is_a_proof() {
-        let (learned, now) = (Learned::default(), Instant::now());
-        let check = |n, from, answer| learned.check(&peer(n), host(from), answer, now);
+        let learned = Learned::default();
+        let now = Instant::now();
+        let check = |n, from, answer| {
+            let checked = learned.check(&peer(n), host(from), answer, now);
+            (checked.source, checked.request)
+        };
         let (source, number) = check(7, 1, None);
         let number = number.unwrap();
         assert_eq!(source, Source::Foreign);
@@ -156,10 +186,12 @@ mod tests {
 
     #[test]
     fn a_proof_is_renewed_and_ends() {
-        let (learned, start) = (Learned::default(), Instant::now());
+        let learned = Learned::default();
+        let start = Instant::now();
         let check = |from, answer, seconds| {
             let at = start + Duration::from_secs(seconds);
-            learned.check(&peer(7), host(from), answer, at)
+            let checked = learned.check(&peer(7), host(from), answer, at);
+            (checked.source, checked.request)
         };
         let (_, lost) = check(1, None, 0);
         assert_eq!(check(1, None, 1), (Source::Foreign, None));
@@ -177,31 +209,28 @@ mod tests {
         // The NAT has another address now.
         let (_, number) = check(2, None, 250);
         assert_eq!(check(2, number, 251).0, Source::Proof);
-        assert_eq!(
-            (check(2, None, 252).0, check(1, None, 252).0),
-            (Source::Learned, Source::Foreign)
-        );
+        assert_eq!(check(2, None, 252).0, Source::Learned);
+        assert_eq!(check(1, None, 252).0, Source::Foreign);
     }
 
     #[test]
     fn what_was_learned_belongs_to_the_lease() {
-        let (learned, now) = (Learned::default(), Instant::now());
+        let learned = Learned::default();
+        let now = Instant::now();
         let check = |peer: &Peer, answer| learned.check(peer, host(1), answer, now);
-        let (_, number) = check(&peer(7), None);
-        assert_eq!(check(&peer(7), number).0, Source::Proof);
+        let number = check(&peer(7), None).request;
+        assert_eq!(check(&peer(7), number).source, Source::Proof);
         // Another process goes on with it.
         let table = Table::new(vec![peer(7)]);
         let next = Learned::new(&learned.list(), &table);
-        assert_eq!(next.check(&peer(7), host(1), None, now).0, Source::Learned);
+        assert_eq!(next.check(&peer(7), host(1), None, now).source, Source::Learned);
         next.retain(&table);
         assert_eq!(next.list(), learned.list());
         next.retain(&Table::default());
-        assert!(
-            next.list().is_empty()
-                && Learned::new(&learned.list(), &Table::default()).list().is_empty()
-        );
+        assert!(next.list().is_empty());
+        assert!(Learned::new(&learned.list(), &Table::default()).list().is_empty());
         let moved = Peer { address: ([192, 0, 2, 99], 8285).into(), ..peer(7) };
-        assert_eq!(check(&moved, None).0, Source::Foreign);
-        assert_eq!(check(&peer(7), None).0, Source::Foreign, "also when it is back");
+        assert_eq!(check(&moved, None).source, Source::Foreign);
+        assert_eq!(check(&peer(7), None).source, Source::Foreign, "also when it is back");
     }
 }

@@ -1,4 +1,4 @@
-//! The process of a data plane, for programs that are not one themselves.
+//! The process of a data plane, for programs that do not call `run_if_started`.
 
 use std::process::ExitCode;
 

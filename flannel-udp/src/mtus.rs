@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use crate::ends::Wire;
 
-/// The least MTU of a path (linux `net.ipv4.route.min_pmtu`), less the headers of a tunnel. Packets
-/// that are not larger fit into each path.
+/// The least MTU of a path (linux `net.ipv4.route.min_pmtu`), without the headers of a tunnel.
+/// Packets up to this size fit into each path.
 const LEAST: usize = 552 - 48;
 /// The time for which an MTU counts.
 const FRESH: Duration = Duration::from_secs(5);
@@ -15,15 +15,21 @@ const FRESH: Duration = Duration::from_secs(5);
 /// The largest packets that fit into the paths to nodes.
 #[derive(Debug, Default)]
 pub(crate) struct Mtus {
-    /// With the time of the next look.
-    known: HashMap<SocketAddr, (u16, Instant)>,
-    /// The time at which those that are old are forgotten.
+    known: HashMap<SocketAddr, Known>,
+    /// The time at which old MTUs are forgotten.
     next_purge: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Known {
+    mtu: u16,
+    /// When the kernel is asked again.
+    until: Instant,
 }
 
 impl Mtus {
     /// The MTU for packets in the datagrams to a node, in bytes, if a packet of `len` bytes is
-    /// larger. `None`: it fits, or the MTU is not known.
+    /// larger. `None` if it fits, or if the MTU is not known.
     pub(crate) fn exceeded(
         &mut self,
         wire: &impl Wire,
@@ -35,7 +41,7 @@ impl Mtus {
             return None;
         }
         let mtu = match self.known.get(&to) {
-            Some((mtu, until)) if now < *until => *mtu,
+            Some(known) if now < known.until => known.mtu,
             _ => self.look(wire, to, now),
         };
         (len > usize::from(mtu)).then_some(mtu)
@@ -48,12 +54,12 @@ impl Mtus {
 
     fn look(&mut self, wire: &impl Wire, to: SocketAddr, now: Instant) -> u16 {
         if self.next_purge.is_none_or(|at| at <= now) {
-            self.known.retain(|_, (_, until)| now < *until);
+            self.known.retain(|_, known| now < known.until);
             self.next_purge = Some(now + FRESH);
         }
         let overhead = if to.is_ipv6() { 48 } else { 28 };
         let mtu = wire.path_mtu(to).map_or(u16::MAX, |mtu| mtu.saturating_sub(overhead));
-        self.known.insert(to, (mtu, now + FRESH));
+        self.known.insert(to, Known { mtu, until: now + FRESH });
         mtu
     }
 }

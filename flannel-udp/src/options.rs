@@ -14,17 +14,17 @@ pub struct Options {
     pub local: Vec<IpAddr>,
     /// The UDP port of all nodes.
     pub port: u16,
-    /// The subnets of the node, at most one of each family. Their first addresses are those of the
-    /// device, from which errors are sent.
+    /// The subnets of the node, at most one of each family. The device has their first addresses,
+    /// from which errors are sent.
     pub own: Vec<Prefix>,
-    /// Datagrams leave from `port` only, for firewalls that expect it. Otherwise each thread has a
-    /// port, so that nodes can spread flows over their processors.
+    /// Whether datagrams leave from `port` only, for firewalls that expect it. Otherwise each
+    /// thread has a port of its own, so that nodes can spread flows over their processors.
     pub one_port: bool,
-    /// A packet is accepted only from the node of its source address.
+    /// Whether a packet is accepted only from the node of its source address.
     pub checks_source: bool,
-    /// Other packets are only counted, and accepted too.
+    /// Whether packets that fail this check are counted and accepted, instead of dropped.
     #[serde(default)]
     pub counts_only: bool,
-    /// The number of queues; `None`: that of processors, at most eight.
+    /// The number of queues, from 1 to 8. `None` stands for the number of processors, at most 8.
     pub queues: Option<usize>,
 }

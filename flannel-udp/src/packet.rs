@@ -13,13 +13,13 @@ pub(crate) const ICMP_V6: u8 = 58;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) is_v6: bool,
-    /// The length of the header, in bytes: of IPv6 without extension headers.
+    /// The length of the header, in bytes. Extension headers of IPv6 do not count.
     pub(crate) len: usize,
     /// The length of the packet that the header states, in bytes.
     pub(crate) total: usize,
     /// The protocol of the payload.
     pub(crate) protocol: u8,
-    /// It is a fragment, first or other.
+    /// Whether it is a fragment, the first or another.
     pub(crate) is_fragment: bool,
     pub(crate) src: IpAddr,
     pub(crate) dst: IpAddr,
@@ -28,7 +28,7 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// The header of a packet; `None`: the packet is malformed.
+    /// Reads the header of a packet. Returns `None` if the packet is malformed.
     pub(crate) fn parse(packet: &[u8]) -> Option<Self> {
         match packet.first()? >> 4 {
             4 => {
@@ -53,7 +53,8 @@ impl Header {
                     let bytes = header.get(at..)?.first_chunk::<16>()?;
                     Some(Ipv6Addr::from(*bytes).into())
                 };
-                let (src, dst) = (address(8)?, address(24)?);
+                let src = address(8)?;
+                let dst = address(24)?;
                 (total <= packet.len()).then_some(Self {
                     is_v6: true,
                     len: 40,
@@ -82,7 +83,8 @@ pub(crate) fn decrement_ttl(packet: &mut [u8], header: &Header) {
     set_word(packet, 10, checksum);
 }
 
-/// The sum of the pseudo-header of TCP or UDP. `len`: of the transport header and the payload.
+/// The sum of the pseudo-header of TCP or UDP. `len` is the length of the transport header and the
+/// payload, in bytes.
 pub(crate) fn pseudo_sum(packet: &[u8], is_v6: bool, protocol: u8, len: usize) -> u16 {
     let addresses = if is_v6 { &packet[8..40] } else { &packet[12..20] };
     // At most 65,535 bytes.
@@ -90,9 +92,9 @@ pub(crate) fn pseudo_sum(packet: &[u8], is_v6: bool, protocol: u8, len: usize) -
     checksum::add(checksum::sum(addresses), rest)
 }
 
-/// The place of the checksum of TCP or UDP, if the field has only the sum of the pseudo-header: the
-/// kernel of the sender left the rest to its network card. Over links without a card, such as
-/// those between containers or virtual machines of one host, such packets arrive.
+/// The place of the checksum of TCP or UDP, if the field has only the sum of the pseudo-header. The
+/// kernel of the sender has left the rest to its network card. Such packets arrive over links
+/// without a card, such as links between containers or virtual machines of one host.
 pub(crate) fn partial_checksum(packet: &[u8], ip: &Header) -> Option<usize> {
     let place = ip.len
         + match ip.protocol {

@@ -12,7 +12,7 @@ pub struct PortOwner {
     pub(crate) inode: u64,
     /// The id of the user who opened the socket.
     pub uid: u32,
-    /// The process; `None`: this process may not see it, or it has ended.
+    /// The process. `None` if this process may not see it, or if it has ended.
     pub process: Option<PortProcess>,
 }
 
@@ -35,8 +35,8 @@ impl fmt::Display for PortOwner {
     }
 }
 
-/// The first socket that has the port of an address, or of all addresses. `None`: there is none, or
-/// it cannot be read.
+/// The first socket that has the port of an address, or of all addresses. `None` if there is no
+/// such socket, or if the list of sockets cannot be read.
 pub(crate) fn owner(address: SocketAddr) -> Option<PortOwner> {
     let mut owner = sockets(address).ok()?.into_iter().next()?;
     owner.process = process(owner.inode);
@@ -93,9 +93,10 @@ fn read_address(text: &str) -> Option<IpAddr> {
 /// The process that has a socket.
 fn process(inode: u64) -> Option<PortProcess> {
     let link = format!("socket:[{inode}]");
-    let entries = std::fs::read_dir("/proc").ok()?;
-    let mut pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    let pid = pids.find(|pid: &u32| has_link(*pid, &link))?;
+    let pid = std::fs::read_dir("/proc")
+        .ok()?
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .find(|pid: &u32| has_link(*pid, &link))?;
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     Some(PortProcess { pid, name: name.trim_end().to_owned() })
 }

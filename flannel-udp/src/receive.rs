@@ -9,28 +9,48 @@ use nix::errno::Errno;
 
 use crate::counters::{Counters, add};
 use crate::ends::{Device, Received, Wire};
+use crate::forwarder::Next;
 use crate::icmp;
-use crate::join::{Group, join};
+use crate::join::{Group, Joins, join};
 use crate::learned::{Learned, Source};
-use crate::limit::Limit;
+use crate::limit::RateLimit;
 use crate::mtus::Mtus;
 use crate::packet::{Header, TCP, decrement_ttl, partial_checksum};
-use crate::plane::Next;
 use crate::split::split;
 use crate::table::{Peer, Table};
 use crate::vnet::{GSO_TCPV4, GSO_TCPV6, NEEDS_CSUM, Vnet};
 
 /// The most bytes that are received at once: datagrams that the kernel has joined.
 const BURST: usize = 65_535;
-/// The bursts that are joined with each other. A packet of 64 KiB of the sender's pod arrives in
-/// two of them, because so many datagrams cannot be sent at once.
+/// The number of bursts whose packets are joined with each other. A packet of 64 KiB of the
+/// sender's pod arrives in two of them, because so many datagrams cannot be sent at once.
 const BURSTS: usize = 4;
 /// The most calls before packets are written, so that a flood of small datagrams delays nothing.
 const RECEIVES: usize = 64;
-/// The time without packets of nodes after which those of strangers may wait.
+/// The time without packets of nodes after which the packets of strangers may wait.
 const QUIET: Duration = Duration::from_millis(10);
 /// The most parts of a write: the vnet header, the headers, and 128 payloads.
 const PARTS: usize = 130;
+
+/// What happens to a packet that does not come from the node of its source address. The node may
+/// send from its public address, and from an address that it has proved.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum SourceCheck<'a> {
+    /// It passes, and is not counted.
+    Off,
+    /// It is counted, and passes.
+    Count(&'a Learned),
+    /// It is counted, and dropped.
+    Drop(&'a Learned),
+}
+
+/// A received packet.
+#[derive(Debug)]
+struct Packet {
+    /// Its bytes, in the buffer.
+    range: Range<usize>,
+    ip: Header,
+}
 
 pub(crate) struct Receiver<'a, D, W> {
     device: &'a D,
@@ -38,18 +58,14 @@ pub(crate) struct Receiver<'a, D, W> {
     /// The addresses of the device, from which errors are sent.
     own: [Option<IpAddr>; 2],
     counters: &'a Counters,
-    /// Only the node of a subnet sends its packets, from its public address or one of these;
-    /// `None`: anybody.
-    learned: Option<&'a Learned>,
-    /// Packets of others are counted and accepted.
-    counts_only: bool,
+    check: SourceCheck<'a>,
     buffer: Vec<u8>,
-    packets: Vec<(Range<usize>, Header)>,
+    packets: Vec<Packet>,
     groups: Vec<Group>,
-    /// The kernel takes several packets of TCP at once, and of UDP.
-    joins: [bool; 2],
+    /// Whether the kernel takes several packets of a flow at once.
+    joins: Joins,
     mtus: Mtus,
-    limit: Limit,
+    limit: RateLimit,
     /// The last time at which a packet has passed.
     last_passed: Option<Instant>,
     may_rest: bool,
@@ -61,7 +77,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
         wire: W,
         own: [Option<IpAddr>; 2],
         counters: &'a Counters,
-        learned: Option<&'a Learned>,
+        check: SourceCheck<'a>,
     ) -> Self {
         Self {
             device,
@@ -69,21 +85,15 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             wire,
             own,
             counters,
-            learned,
-            counts_only: false,
+            check,
             buffer: vec![0; BURSTS * BURST],
             packets: Vec::new(),
             groups: Vec::new(),
-            joins: [true; 2],
+            joins: Joins { tcp: true, udp: true },
             mtus: Mtus::default(),
-            limit: Limit::default(),
+            limit: RateLimit::default(),
             last_passed: None,
         }
-    }
-
-    /// The same receiver, which only counts packets of others if `counts_only`.
-    pub(crate) fn counting_only(self, counts_only: bool) -> Self {
-        Self { counts_only, ..self }
     }
 
     /// Receives datagrams until there is none, at most `most` times.
@@ -93,46 +103,53 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
     pub(crate) fn run(&mut self, table: &Table, most: usize) -> Result<Next, Errno> {
         let mut has_received = false;
         for _ in 0..most {
-            let (mut used, mut has_passed) = (0, false);
             self.packets.clear();
-            let mut result = Ok(());
-            for _ in 0..RECEIVES {
-                if used + BURST > self.buffer.len() {
-                    break;
-                }
-                match self.wire.receive(&mut self.buffer[used..used + BURST]) {
-                    Ok(received) => {
-                        has_received = true;
-                        has_passed |= self.take(received, used, table);
-                        used += received.len;
-                    }
-                    // The second is an error of an earlier datagram.
-                    Err(Errno::EINTR | Errno::ECONNREFUSED) => {}
-                    Err(errno) => {
-                        result = Err(errno);
-                        break;
-                    }
-                }
-            }
+            let burst = self.fill(table);
+            has_received |= burst.has_received;
             self.deliver();
-            if has_passed {
+            if burst.has_passed {
                 self.last_passed = Some(Instant::now());
             }
-            match result {
-                Ok(()) => {}
-                Err(Errno::EAGAIN) => {
+            match burst.stopped {
+                None => {}
+                Some(Errno::EAGAIN) => {
                     let is_quiet = self.last_passed.is_none_or(|last| last.elapsed() > QUIET);
                     let rests = self.may_rest && has_received && is_quiet;
                     return Ok(if rests { Next::Rest } else { Next::Wait });
                 }
-                Err(errno) => return Err(errno),
+                Some(errno) => return Err(errno),
             }
         }
         Ok(Next::More)
     }
 
+    /// Receives datagrams until the buffer is full or there is none.
+    fn fill(&mut self, table: &Table) -> Burst {
+        let mut burst = Burst::default();
+        let mut used = 0;
+        for _ in 0..RECEIVES {
+            if used + BURST > self.buffer.len() {
+                break;
+            }
+            match self.wire.receive(&mut self.buffer[used..used + BURST]) {
+                Ok(received) => {
+                    burst.has_received = true;
+                    burst.has_passed |= self.take(received, used, table);
+                    used += received.len;
+                }
+                // The second is an error of an earlier datagram.
+                Err(Errno::EINTR | Errno::ECONNREFUSED) => {}
+                Err(errno) => {
+                    burst.stopped = Some(errno);
+                    break;
+                }
+            }
+        }
+        burst
+    }
+
     /// Takes the packets of datagrams that were received at an offset of the buffer. Returns
-    /// whether there is one.
+    /// whether one of them passes.
     fn take(&mut self, Received { len, size, from }: Received, at: usize, table: &Table) -> bool {
         let mut has_passed = false;
         if len == 0 {
@@ -163,10 +180,12 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             decrement_ttl(packet, &ip);
             let range = start..start + ip.total;
             // Only nodes, and not their ports, so that strangers do not fill the memory.
-            let own = || is_of_node.then(|| SocketAddr::new(from.ip(), 0));
-            let node = peer.map(|peer| peer.address).or_else(own);
+            let node = match peer {
+                Some(peer) => Some(peer.address),
+                None => is_of_node.then(|| SocketAddr::new(from.ip(), 0)),
+            };
             if !node.is_some_and(|node| self.write_unsegmented(range.clone(), &ip, node)) {
-                self.packets.push((range, ip));
+                self.packets.push(Packet { range, ip });
             }
         }
         has_passed
@@ -174,7 +193,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
 
     /// Writes a packet of TCP that the kernel of a node has left to its network card to segment.
     /// Over links without a card such packets arrive whole. They are larger than the path, so that
-    /// the kernel has to segment them here. Returns whether it is one.
+    /// the kernel has to segment them here. Returns `false` if the packet is not of this kind.
     fn write_unsegmented(&mut self, range: Range<usize>, ip: &Header, node: SocketAddr) -> bool {
         let packet = &self.buffer[range.clone()];
         // Only those whose checksum was left too.
@@ -201,12 +220,12 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             csum_offset: (place - ip.len) as u16,
         };
         let packet = &self.buffer[range.clone()];
-        let written = self.joins[0]
-            .then(|| self.device.write(&[IoSlice::new(&vnet.write()), IoSlice::new(packet)]));
-        match written {
+        let header = vnet.write();
+        let parts = [&header[..], packet].map(IoSlice::new);
+        match self.joins.tcp.then(|| self.device.write(&parts)) {
             Some(Ok(())) => self.count(1, range.len()),
             refused => {
-                self.joins[0] &= refused != Some(Err(Errno::EINVAL));
+                self.joins.tcp &= refused != Some(Err(Errno::EINVAL));
                 self.write_segments(range, ip, &vnet);
             }
         }
@@ -236,7 +255,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
         }
     }
 
-    /// Whether a packet is from the node of its source address.
+    /// Whether a packet passes the check of its source address.
     fn may_pass(
         &self,
         peer: Option<&Peer>,
@@ -244,41 +263,50 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
         ip: &Header,
         from: IpAddr,
     ) -> bool {
-        let Some(learned) = self.learned else { return true };
+        let (learned, counts_only) = match self.check {
+            SourceCheck::Off => return true,
+            SourceCheck::Count(learned) => (learned, true),
+            SourceCheck::Drop(learned) => (learned, false),
+        };
         let Some(peer) = peer else {
             add(&self.counters.foreign_source, 1);
-            return self.counts_only;
+            return counts_only;
         };
         if peer.address.ip() == from {
             return true;
         }
         let own = self.own[usize::from(ip.is_v6)];
-        let answer = own.filter(|_| ip.src == peer.subnet);
-        let answer = answer.and_then(|own| icmp::echo_number(&self.buffer[range], ip, own));
-        let (source, request) = learned.check(peer, from, answer, Instant::now());
-        if let (Some(own), Some(number)) = (own, request)
+        let answer = own
+            .filter(|_| ip.src == peer.subnet)
+            .and_then(|own| icmp::echo_number(&self.buffer[range], ip, own));
+        let checked = learned.check(peer, from, answer, Instant::now());
+        if let Some(own) = own
+            && let Some(number) = checked.request
             && let Some(request) = icmp::echo_request(own, peer.subnet, number)
         {
             add(&self.counters.proofs_requested, 1);
             let _ = self.wire.send(peer.address, &[IoSlice::new(&request)], None);
         }
-        match source {
-            Source::Learned => add(&self.counters.learned_node, 1),
-            Source::Foreign => self.counters.add_foreign(ip.src, from, peer.address.ip()),
-            Source::Proof => {}
+        match checked.source {
+            Source::Learned => {
+                add(&self.counters.learned_node, 1);
+                true
+            }
+            Source::Foreign => {
+                self.counters.add_foreign(ip.src, from, peer.address.ip());
+                counts_only
+            }
+            Source::Proof => false,
         }
-        source == Source::Learned || (source == Source::Foreign && self.counts_only)
     }
 
     /// Writes the packets that were taken.
     fn deliver(&mut self) {
-        let (buffer, packets) = (&self.buffer, &self.packets);
-        let of = |n: usize| {
-            let (range, ip): &(Range<usize>, Header) = &packets[n];
-            (&buffer[range.clone()], ip)
-        };
-        if self.joins[0] || self.joins[1] {
-            join(packets.len(), self.joins, of, &mut self.groups);
+        let buffer = &self.buffer;
+        let packets = &self.packets;
+        if self.joins.tcp || self.joins.udp {
+            let packet = |n: usize| (&buffer[packets[n].range.clone()], &packets[n].ip);
+            join(packets.len(), self.joins, packet, &mut self.groups);
         } else {
             self.groups.clear();
         }
@@ -299,17 +327,19 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
     }
 
     fn write_packet(&self, n: usize) {
-        let (range, ip) = &self.packets[n];
+        let Packet { range, ip } = &self.packets[n];
         let packet = &self.buffer[range.clone()];
-        // At most 65,535.
-        let partial = |place: usize| Vnet {
-            flags: NEEDS_CSUM,
-            csum_start: ip.len as u16,
-            csum_offset: (place - ip.len) as u16,
-            ..Vnet::default()
+        let vnet = match partial_checksum(packet, ip) {
+            // All are at most 65,535.
+            Some(place) => Vnet {
+                flags: NEEDS_CSUM,
+                csum_start: ip.len as u16,
+                csum_offset: (place - ip.len) as u16,
+                ..Vnet::default()
+            },
+            None => Vnet::default(),
         };
-        let vnet = partial_checksum(packet, ip).map(partial).unwrap_or_default().write();
-        match self.device.write(&[IoSlice::new(&vnet), IoSlice::new(packet)]) {
+        match self.device.write(&[IoSlice::new(&vnet.write()), IoSlice::new(packet)]) {
             Ok(()) => self.count(1, range.len()),
             Err(_) => add(&self.counters.write_failed, 1),
         }
@@ -317,17 +347,20 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
 
     /// Writes packets at once. Returns whether the kernel has taken them.
     fn write_group(&mut self, group: &Group) -> bool {
-        let (first, ip) = &self.packets[group.packets.start];
-        let is_udp = ip.protocol != TCP;
-        let (last, _) = &self.packets[group.packets.end - 1];
-        let last_flags = group.flags_at().map_or(0, |at| self.buffer[last.start + at]);
+        let packets = &self.packets[group.packets.clone()];
+        let first = &packets[0];
+        let last = &packets[packets.len() - 1];
+        let is_tcp = first.ip.protocol == TCP;
+        let last_flags = group.flags_at().map_or(0, |at| self.buffer[last.range.start + at]);
         // The original stays, in case that the kernel refuses the group.
-        let mut headers = self.buffer[first.start..first.start + group.headers].to_vec();
+        let start = first.range.start;
+        let mut headers = self.buffer[start..start + group.headers].to_vec();
         let vnet = group.finish(&mut headers, last_flags).write();
         let mut parts = [IoSlice::new(&[]); PARTS];
-        (parts[0], parts[1]) = (IoSlice::new(&vnet), IoSlice::new(&headers));
+        parts[0] = IoSlice::new(&vnet);
+        parts[1] = IoSlice::new(&headers);
         let mut bytes = 0;
-        for (part, (range, _)) in parts[2..].iter_mut().zip(&self.packets[group.packets.clone()]) {
+        for (part, Packet { range, .. }) in parts[2..].iter_mut().zip(packets) {
             *part = IoSlice::new(&self.buffer[range.start + group.headers..range.end]);
             bytes += range.len();
         }
@@ -337,8 +370,9 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
                 true
             }
             Err(errno) => {
-                // Kernels of mid-2024 refuse all, and those before 6.2 refuse UDP.
-                self.joins[usize::from(is_udp)] &= errno != Errno::EINVAL;
+                // Kernels of mid-2024 refuse all groups, and kernels before 6.2 groups of UDP.
+                let joins = if is_tcp { &mut self.joins.tcp } else { &mut self.joins.udp };
+                *joins &= errno != Errno::EINVAL;
                 false
             }
         }
@@ -353,12 +387,21 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
     fn answer(&mut self, range: Range<usize>, ip: &Header, to: SocketAddr) {
         let Some(own) = self.own[usize::from(ip.is_v6)] else { return };
         let packet = &self.buffer[range];
-        if let Some(message) = icmp::message(icmp::Error::Expired, packet, ip, own)
+        if let Some(message) = icmp::message(icmp::Cause::Expired, packet, ip, own)
             && self.limit.allows()
         {
             let _ = self.wire.send(to, &[IoSlice::new(&message)], None);
         }
     }
+}
+
+/// What was received before packets are written.
+#[derive(Debug, Default)]
+struct Burst {
+    has_received: bool,
+    has_passed: bool,
+    /// The error that ended it; `EAGAIN` if there is no more datagram.
+    stopped: Option<Errno>,
 }
 
 #[cfg(test)]
@@ -378,7 +421,8 @@ mod tests {
 
     /// The datagrams for a packet of a pod.
     fn datagrams(packet: Vec<u8>) -> Vec<Vec<u8>> {
-        let (device, wire) = (FakeDevice::default(), FakeWire::default());
+        let device = FakeDevice::default();
+        let wire = FakeWire::default();
         device.reads.borrow_mut().push_back(packet);
         let counters = Counters::default();
         let mut sender = Sender::new(&device, [Some(&wire), None], &counters);
@@ -401,7 +445,7 @@ mod tests {
         wire.receives.borrow_mut().push_back((from, size, datagrams.concat()));
         let own = [Some([10, 1, 8, 0].into()), None];
         let learned = Learned::default();
-        let mut receiver = Receiver::new(device, wire, own, &counters, Some(&learned));
+        let mut receiver = Receiver::new(device, wire, own, &counters, SourceCheck::Drop(&learned));
         while receiver.run(&table([10, 1, 7, 0], 7), 1).unwrap() == Next::More {}
         counters.read()
     }
@@ -457,7 +501,8 @@ mod tests {
         for (len, size) in [(9000, 1472 - 40), (1433, 1472 - 40), (1432, 0)] {
             // The sender of the data plane would complete the checksum.
             let packet = of_pod(len);
-            let (device, total) = (FakeDevice::default(), packet.len());
+            let total = packet.len();
+            let device = FakeDevice::default();
             let small = datagrams(from_pod(TCP, &[1; 99], 0)).remove(0);
             let wire = FakeWire::default();
             wire.receives.borrow_mut().push_back((node(7), small.len(), small));
@@ -498,43 +543,52 @@ mod tests {
     }
 
     #[test]
-    fn packets_of_strangers_alone_wake_a_thread_up_seldom() {
+    fn a_thread_rests_while_only_strangers_send() {
         let good = datagrams(from_pod(UDP, &[1; 64], 0)).remove(0);
-        let (counters, learned) = (Counters::default(), Learned::default());
+        let counters = Counters::default();
+        let learned = Learned::default();
+        let check = SourceCheck::Drop(&learned);
         for (nodes, next) in [
             (&[][..], Next::Wait),
             (&[9, 9], Next::Rest),
             (&[9, 7, 9], Next::Wait),
             (&[7], Next::Wait),
         ] {
-            let (wire, device) = (FakeWire::default(), FakeDevice::default());
-            let from = |n: &u8| (node(*n), good.len(), good.clone());
-            wire.receives.borrow_mut().extend(nodes.iter().map(from));
+            let wire = FakeWire::default();
+            let device = FakeDevice::default();
+            for n in nodes {
+                wire.receives.borrow_mut().push_back((node(*n), good.len(), good.clone()));
+            }
             let own = [Some([10, 1, 8, 0].into()), None];
-            let mut receiver = Receiver::new(&device, &wire, own, &counters, Some(&learned));
+            let mut receiver = Receiver::new(&device, &wire, own, &counters, check);
             assert_eq!(receiver.run(&table([10, 1, 7, 0], 7), 9), Ok(next), "{nodes:?}");
         }
         // A small buffer would overflow meanwhile.
-        let (wire, device) =
-            (FakeWire { small_buffer: true, ..FakeWire::default() }, FakeDevice::default());
+        let wire = FakeWire { small_buffer: true, ..FakeWire::default() };
+        let device = FakeDevice::default();
         wire.receives.borrow_mut().push_back((node(9), good.len(), good));
-        let mut receiver = Receiver::new(&device, &wire, [None; 2], &counters, Some(&learned));
+        let mut receiver = Receiver::new(&device, &wire, [None; 2], &counters, check);
         assert_eq!(receiver.run(&table([10, 1, 7, 0], 7), 9), Ok(Next::Wait));
     }
 
     /// Neither packets of others nor the stop wait for the end of a flood.
     #[test]
     fn a_flood_of_empty_datagrams_delays_nothing() {
-        let (wire, device) = (FakeWire::default(), FakeDevice::default());
+        let wire = FakeWire::default();
+        let device = FakeDevice::default();
         let good = datagrams(from_pod(UDP, &[1; 64], 0)).remove(0);
         wire.receives.borrow_mut().push_back((node(7), good.len(), good));
-        let empty = (0..10 * RECEIVES).map(|_| (node(9), 1, Vec::new()));
-        wire.receives.borrow_mut().extend(empty);
-        let (counters, learned) = (Counters::default(), Learned::default());
+        for _ in 0..10 * RECEIVES {
+            wire.receives.borrow_mut().push_back((node(9), 1, Vec::new()));
+        }
+        let counters = Counters::default();
+        let learned = Learned::default();
         let own = [Some([10, 1, 8, 0].into()), None];
-        let mut receiver = Receiver::new(&device, &wire, own, &counters, Some(&learned));
+        let mut receiver =
+            Receiver::new(&device, &wire, own, &counters, SourceCheck::Drop(&learned));
         assert_eq!(receiver.run(&table([10, 1, 7, 0], 7), 1), Ok(Next::More));
-        assert_eq!((device.written.borrow().len(), counters.read().bad_datagram), (1, 63));
+        assert_eq!(device.written.borrow().len(), 1);
+        assert_eq!(counters.read().bad_datagram, 63);
     }
 
     #[test]
@@ -551,7 +605,8 @@ mod tests {
         assert_eq!((counts.bad_datagram, device.written.borrow().len()), (1, 1));
         let cut = good[0][..60].to_vec();
         assert_eq!(receive(&device, node(7), &[cut]).bad_datagram, 1);
-        let (mut old, wire) = (good[0].clone(), FakeWire::default());
+        let wire = FakeWire::default();
+        let mut old = good[0].clone();
         old[8] = 1;
         assert_eq!(receive_on(&wire, &device, node(7), &[old.clone()]).expired, 1);
         // Its source learns it, from an address of this node.

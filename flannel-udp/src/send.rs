@@ -10,11 +10,11 @@ use nix::errno::Errno;
 
 use crate::counters::{Counters, add};
 use crate::ends::{Device, Wire};
+use crate::forwarder::Next;
 use crate::icmp;
-use crate::limit::Limit;
+use crate::limit::RateLimit;
 use crate::mtus::Mtus;
 use crate::packet::{Header, decrement_ttl};
-use crate::plane::Next;
 use crate::split::{Refused, split};
 use crate::table::Table;
 use crate::vnet::Vnet;
@@ -29,7 +29,8 @@ const MOST_BYTES: usize = 65_507;
 /// The time until several datagrams are sent at once again to a node after a refusal.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// A datagram: the headers that were made for it, and the rest of a packet.
+/// A datagram: the headers that were made for it, and the rest of a packet. The ranges belong to
+/// [`Sender::headers`] and [`Sender::arena`].
 #[derive(Debug, Clone)]
 struct Part {
     headers: Range<usize>,
@@ -63,7 +64,7 @@ pub(crate) struct Sender<'a, D, W> {
     mtus: Mtus,
     /// The time of the last look at the clock.
     now: Instant,
-    limit: Limit,
+    limit: RateLimit,
 }
 
 impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
@@ -81,7 +82,7 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
             alone: HashMap::new(),
             mtus: Mtus::default(),
             now: Instant::now(),
-            limit: Limit::default(),
+            limit: RateLimit::default(),
         }
     }
 
@@ -126,11 +127,11 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
         let packet = &mut packet[..ip.total];
         let Some(peer) = table.get(ip.dst) else {
             add(&self.counters.no_peer, 1);
-            return self.answer(icmp::Error::Unreachable, start, &ip);
+            return self.answer(icmp::Cause::Unreachable, start, &ip);
         };
         if ip.ttl <= 1 {
             add(&self.counters.expired, 1);
-            return self.answer(icmp::Error::Expired, start, &ip);
+            return self.answer(icmp::Cause::Expired, start, &ip);
         }
         decrement_ttl(packet, &ip);
         let segments = match split(packet, &ip, &vnet) {
@@ -207,7 +208,8 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
         }
         self.batch.clear();
         self.headers.clear();
-        (self.to, self.bytes) = (None, 0);
+        self.to = None;
+        self.bytes = 0;
     }
 
     /// Sends each datagram of the batch in a call. The kernel fragments those that are larger than
@@ -232,13 +234,12 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
         let Some(part) = self.batch.first() else { return false };
         let Some(wire) = &self.wires[usize::from(to.is_ipv6())] else { return false };
         let Some(mtu) = self.mtus.exceeded(wire, to, part.len(), self.now) else { return false };
-        let [headers, payload] =
-            [&self.headers[part.headers.clone()], &self.arena[part.payload.clone()]];
-        let packet = [headers, payload].concat();
+        let mut packet = self.headers[part.headers.clone()].to_vec();
+        packet.extend_from_slice(&self.arena[part.payload.clone()]);
         if let Some(ip) = Header::parse(&packet)
             && (ip.is_v6 || packet[6] & 0x40 != 0)
         {
-            self.tell(icmp::Error::TooBig(mtu), &packet, &ip);
+            self.tell(icmp::Cause::TooBig(mtu), &packet, &ip);
         }
         true
     }
@@ -262,12 +263,12 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
     }
 
     /// Sends an error to the source of the packet at an offset of the arena.
-    fn answer(&mut self, error: icmp::Error, start: usize, ip: &Header) {
+    fn answer(&mut self, error: icmp::Cause, start: usize, ip: &Header) {
         let packet = self.arena[start..start + ip.total].to_vec();
         self.tell(error, &packet, ip);
     }
 
-    fn tell(&mut self, error: icmp::Error, packet: &[u8], ip: &Header) {
+    fn tell(&mut self, error: icmp::Cause, packet: &[u8], ip: &Header) {
         if let Some(message) = icmp::message(error, packet, ip, ip.dst)
             && self.limit.allows()
         {
@@ -321,7 +322,8 @@ mod tests {
     fn a_batch_that_the_kernel_refuses_is_sent_again_packet_by_packet() {
         let bytes: Vec<u8> = (0..60_000).map(|n| (n / 7) as u8).collect();
         let packets = [from_pod(TCP, &bytes, 1400), from_pod(TCP, &bytes, 1400)];
-        let (good, plain) = (FakeWire::default(), device(&packets));
+        let good = FakeWire::default();
+        let plain = device(&packets);
         let counts = send(&plain, &good);
         assert_eq!((counts.sent_packets, counts.send_failed), (86, 0));
         assert_eq!(payloads(&good), [&bytes[..], &bytes].concat());
@@ -345,11 +347,12 @@ mod tests {
         }
     }
 
-    /// A route or a policy for one node is no reason to do without for others.
+    /// A route or a policy for one node must not slow down packets to others.
     #[test]
     fn a_refusal_concerns_one_node() {
         let bytes = vec![7; 10_000];
-        let (first, mut second) = (from_pod(TCP, &bytes, 1000), from_pod(TCP, &bytes, 1000));
+        let first = from_pod(TCP, &bytes, 1000);
+        let mut second = first.clone();
         let packet = &mut second[Vnet::LEN..];
         packet[18] = 9;
         let total = packet.len();
@@ -421,7 +424,8 @@ mod tests {
             let ip = Header::parse(&packet[Vnet::LEN..]).unwrap();
             crate::packet::set_total(&mut packet[Vnet::LEN..], 20, false, ip.total);
         }
-        let (device, wire) = (device(&[unknown.clone(), old.clone()]), FakeWire::default());
+        let device = device(&[unknown.clone(), old.clone()]);
+        let wire = FakeWire::default();
         let counts = send(&device, &wire);
         assert_eq!((counts.no_peer, counts.expired, counts.sent_packets), (1, 1, 0));
         let written = device.written.borrow();
@@ -429,14 +433,11 @@ mod tests {
         let [unreachable, expired] = &written[..] else { panic!("{}", written.len()) };
         for (message, kind, packet) in [(unreachable, [3, 0], &unknown), (expired, [11, 0], &old)] {
             let message = &message[Vnet::LEN..];
-            assert_eq!(
-                (message[8], &message[12..16], &message[16..20]),
-                (8, &packet[Vnet::LEN + 16..][..4], &[10, 1, 7, 2][..])
-            );
-            assert_eq!(
-                (&message[20..22], &message[28..56]),
-                (&kind[..], &packet[Vnet::LEN..][..28])
-            );
+            assert_eq!(message[8], 8);
+            assert_eq!(message[12..16], packet[Vnet::LEN + 16..][..4]);
+            assert_eq!(message[16..20], [10, 1, 7, 2]);
+            assert_eq!(message[20..22], kind);
+            assert_eq!(message[28..56], packet[Vnet::LEN..][..28]);
             assert_eq!(crate::checksum::sum(&message[..20]), 0xffff);
             assert_eq!(crate::checksum::sum(&message[20..]), 0xffff);
         }
@@ -457,7 +458,7 @@ mod tests {
         assert_eq!((counts.bad_packet, counts.sent_packets), (6, 0));
     }
 
-    /// The vnet header is that of a pod with raw sockets. No kernel makes such packets.
+    /// A pod with raw sockets has written the vnet header. No kernel makes such packets.
     #[test]
     fn a_packet_of_tiny_segments_is_dropped_and_others_pass() {
         let payload = vec![7; 65_000];
@@ -496,7 +497,9 @@ mod tests {
     #[test]
     fn many_segments_need_little_memory() {
         let packets = vec![from_pod(TCP, &[7; 65_000], 48); 20];
-        let (device, wire, counters) = (device(&packets), FakeWire::default(), Counters::default());
+        let device = device(&packets);
+        let wire = FakeWire::default();
+        let counters = Counters::default();
         let mut sender = Sender::new(&device, [Some(&wire), None], &counters);
         while sender.run(&table(), 7).unwrap() == Next::More {}
         assert_eq!(counters.read().sent_packets, 20 * 65_000_u64.div_ceil(48));

@@ -35,8 +35,8 @@ pub(crate) enum Refused {
 /// The segments of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Segments {
-    /// The length of the headers of each segment, in bytes; 0: the packet is the only segment, with
-    /// its headers.
+    /// The length of the headers of each segment, in bytes. 0 if the packet is the only segment,
+    /// with its headers.
     pub(crate) headers: usize,
     /// The payload of each segment but the last, in bytes.
     pub(crate) payload: usize,
@@ -52,13 +52,7 @@ pub(crate) fn split(packet: &mut [u8], ip: &Header, vnet: &Vnet) -> Result<Segme
     let start = usize::from(vnet.csum_start);
     if vnet.gso_type == GSO_NONE {
         if vnet.flags & NEEDS_CSUM != 0 {
-            let place = start + usize::from(vnet.csum_offset);
-            if start < ip.len || place + 2 > packet.len() {
-                return Err(Refused::Malformed);
-            }
-            // The field has the sum of the pseudo-header.
-            let sum = !checksum::sum(&packet[start..]);
-            set_word(packet, place, if sum == 0 { 0xffff } else { sum });
+            complete_checksum(packet, ip, vnet)?;
         }
         return Ok(Segments {
             headers: 0,
@@ -68,6 +62,7 @@ pub(crate) fn split(packet: &mut [u8], ip: &Header, vnet: &Vnet) -> Result<Segme
             protocol: ip.protocol,
         });
     }
+    // The protocol, and the least length of its header.
     let (protocol, least) = match vnet.gso_type & !GSO_ECN {
         GSO_TCPV4 if !ip.is_v6 => (TCP, 20),
         GSO_TCPV6 if ip.is_v6 => (TCP, 20),
@@ -89,6 +84,18 @@ pub(crate) fn split(packet: &mut [u8], ip: &Header, vnet: &Vnet) -> Result<Segme
         return Err(Refused::TooMany);
     }
     Ok(Segments { headers, payload, count, start, protocol })
+}
+
+/// Completes the checksum of a transport header that has only the sum of the pseudo-header.
+fn complete_checksum(packet: &mut [u8], ip: &Header, vnet: &Vnet) -> Result<(), Refused> {
+    let start = usize::from(vnet.csum_start);
+    let place = start + usize::from(vnet.csum_offset);
+    if start < ip.len || place + 2 > packet.len() {
+        return Err(Refused::Malformed);
+    }
+    let sum = !checksum::sum(&packet[start..]);
+    set_word(packet, place, if sum == 0 { 0xffff } else { sum });
+    Ok(())
 }
 
 impl Segments {

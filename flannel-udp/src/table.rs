@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 
-/// The bits of a family: addresses are numbers of 128 bits, and those of IPv4 the highest 32.
+/// An address as a number of 128 bits. An IPv4 address has the highest 32 of them.
 fn number(address: IpAddr) -> u128 {
     match address {
         IpAddr::V4(address) => u128::from(address.to_bits()) << 96,
@@ -29,20 +29,25 @@ pub struct Peer {
 /// The places of peers in a list, for one length of prefixes.
 #[derive(Debug)]
 enum Places {
-    /// The places of subsequent subnets, and the number of the first; `None`: no peer has it. Most
-    /// networks have one such array, so a lookup is one access to memory.
+    /// The places of subsequent subnets. Most networks have one such array, so a lookup is one
+    /// access to memory.
     Array {
+        /// The number of the first subnet.
         first: u128,
+        /// The place of each subnet, or `None` if no peer has it.
         places: Vec<Option<u32>>,
     },
+    /// The places by the first addresses of subnets.
     Map(HashMap<u128, u32>),
 }
 
 impl Places {
+    /// `peers` has the first address of each subnet, and its place.
     fn new(len: u8, peers: &[(u128, u32)]) -> Self {
         let shift = 128 - u32::from(len);
         let ids = || peers.iter().map(|(number, _)| number.checked_shr(shift).unwrap_or(0));
-        let (first, last) = (ids().min().unwrap_or(0), ids().max().unwrap_or(0));
+        let first = ids().min().unwrap_or(0);
+        let last = ids().max().unwrap_or(0);
         let span = last - first;
         if span < 1024 + 16 * peers.len() as u128 {
             let mut places = vec![None; span as usize + 1];
@@ -70,7 +75,8 @@ impl Places {
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     peers: Vec<Peer>,
-    /// For IPv4 and IPv6: the lengths of prefixes, longest first.
+    /// For IPv4 and IPv6: the lengths of prefixes, the longest first, with the places of their
+    /// peers.
     by_len: [Vec<(u8, Places)>; 2],
     nodes: HashSet<IpAddr>,
 }
@@ -84,8 +90,8 @@ impl Table {
                 // A list of more than 2^32 peers does not fit into memory.
                 lens.entry(peer.len).or_default().push((subnet, n as u32));
             }
-            let places = |(len, peers): (u8, Vec<_>)| (len, Places::new(len, &peers));
-            let mut by_len: Vec<_> = lens.into_iter().map(places).collect();
+            let mut by_len: Vec<_> =
+                lens.into_iter().map(|(len, peers)| (len, Places::new(len, &peers))).collect();
             by_len.sort_by_key(|(len, _)| std::cmp::Reverse(*len));
             by_len
         };
@@ -94,7 +100,7 @@ impl Table {
         Self { peers, by_len, nodes }
     }
 
-    /// Whether it is the address of a node.
+    /// Whether a node has this public address.
     pub(crate) fn has_node(&self, address: IpAddr) -> bool {
         self.nodes.contains(&address)
     }
@@ -136,8 +142,11 @@ mod tests {
             }
             let peers: Vec<Peer> = seen.into_values().collect();
             let address = u128::from(address.wrapping_mul(spread)) << 96;
-            let has = |peer: &&Peer| masked(address, peer.len) == number(peer.subnet);
-            let expected = peers.iter().filter(has).max_by_key(|peer| peer.len).copied();
+            let expected = peers
+                .iter()
+                .filter(|peer| masked(address, peer.len) == number(peer.subnet))
+                .max_by_key(|peer| peer.len)
+                .copied();
             let table = Table::new(peers);
             let found = table.get(std::net::Ipv4Addr::from_bits((address >> 96) as u32).into());
             prop_assert_eq!(found.copied(), expected);

@@ -15,11 +15,11 @@ use crate::checksum;
 use crate::control::{Prefix, Status, VERSION};
 use crate::counters::{Counters, Counts};
 use crate::fakes::{FakeDevice, FakeWire};
+use crate::forwarder::Next;
 use crate::learned::Learned;
 use crate::options::Options;
 use crate::packet::{Header, set_word, word};
-use crate::plane::Next;
-use crate::receive::Receiver;
+use crate::receive::{Receiver, SourceCheck};
 use crate::send::Sender;
 use crate::split::split;
 use crate::table::{Peer, Table};
@@ -33,31 +33,34 @@ fn everywhere() -> (Table, SocketAddr) {
     (Table::new(peers.to_vec()), node)
 }
 
-/// Receives datagrams of any bytes: the first two are the size of each but the last. The packets
-/// are the same whether the data plane joins them or not. Returns the number of those that passed.
+/// Receives datagrams of any bytes. The first two bytes are the size of each datagram but the last.
+/// The packets are the same whether the data plane joins them or not. Returns the number of packets
+/// that passed.
 ///
 /// # Panics
-/// They are not.
+/// The packets differ.
 pub fn receive(bytes: &[u8]) -> u64 {
     let Some((size, datagrams)) = bytes.split_first_chunk() else { return 0 };
     let datagrams = &datagrams[..datagrams.len().min(65_535)];
     let size = usize::from(u16::from_le_bytes(*size)).max(1);
     let (table, node) = everywhere();
-    let run = |refuses_joined, learned: Option<&Learned>| {
-        let (counters, wire) = (Counters::default(), FakeWire::default());
+    let run = |refuses_joined, check: SourceCheck<'_>| {
+        let counters = Counters::default();
+        let wire = FakeWire::default();
         let device = FakeDevice { refuses_joined, ..FakeDevice::default() };
         wire.receives.borrow_mut().push_back((node, size, datagrams.to_vec()));
         let own = [Some([10, 1, 8, 0].into()), Some([0xfd; 16].into())];
-        let mut receiver = Receiver::new(&device, &wire, own, &counters, learned);
+        let mut receiver = Receiver::new(&device, &wire, own, &counters, check);
         while receiver.run(&table, 7).expect("the socket never fails") == Next::More {}
         (device.written.take(), counters.read())
     };
-    let (joined, counts) = run(None, None);
-    let (alone, of_alone) = run(Some(Errno::EIO), None);
-    assert_eq!(counts, of_alone);
+    let (joined, counts) = run(None, SourceCheck::Off);
+    let (alone, counts_alone) = run(Some(Errno::EIO), SourceCheck::Off);
+    assert_eq!(counts, counts_alone);
     assert_eq!(counts.received_packets, alone.len() as u64);
     assert_eq!(segments(joined), segments(alone));
-    assert_eq!(run(None, Some(&Learned::default())).1, counts, "the node has all addresses");
+    let (_, counts_checked) = run(None, SourceCheck::Drop(&Learned::default()));
+    assert_eq!(counts_checked, counts, "the node has all addresses");
     counts.received_packets
 }
 
@@ -66,22 +69,19 @@ fn segments(written: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for mut packet in written {
         let (vnet, packet) = packet.split_first_chunk_mut().expect("it has a vnet header");
-        let (vnet, ip) = (Vnet::read(vnet), Header::parse(packet).expect("a packet"));
-        let made = split(packet, &ip, &vnet).expect("it is what the header says");
-        let of = |n: usize| {
+        let ip = Header::parse(packet).expect("a packet");
+        let made = split(packet, &ip, &Vnet::read(vnet)).expect("it is what the header says");
+        for n in 0..made.count {
             let mut segment = Vec::new();
             made.write_headers(n, packet, &ip, &mut segment);
             segment.extend_from_slice(&packet[made.payload_of(n, packet)]);
-            segment
-        };
-        all.extend((0..made.count).map(of).map(|mut packet| {
-            // Without fragments the number has no meaning.
-            if !ip.is_v6 && word(&packet, 6) & 0x4000 != 0 {
-                set_word(&mut packet, 4, 0);
-                set_word(&mut packet, 10, 0);
+            // Without fragments the id has no meaning.
+            if !ip.is_v6 && word(&segment, 6) & 0x4000 != 0 {
+                set_word(&mut segment, 4, 0);
+                set_word(&mut segment, 10, 0);
             }
-            packet
-        }));
+            all.push(segment);
+        }
     }
     all
 }
@@ -90,22 +90,26 @@ fn segments(written: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
 /// length in its header, and no byte of a payload is lost. Returns the counts.
 ///
 /// # Panics
-/// It is not.
+/// A datagram is not such a packet, or a byte is lost.
 pub fn send(bytes: &[u8]) -> Counts {
     let bytes = &bytes[..bytes.len().min(Vnet::LEN + 65_535)];
     let (table, _) = everywhere();
-    let (counters, wire) = (Counters::default(), FakeWire::default());
+    let counters = Counters::default();
+    let wire = FakeWire::default();
     let device = FakeDevice { reads: RefCell::new([bytes.to_vec()].into()), ..Default::default() };
     let mut sender = Sender::new(&device, [Some(&wire), None], &counters);
     while sender.run(&table, 7).expect("the device never fails") == Next::More {}
-    let (counts, sent) = (counters.read(), wire.sent.take());
+    let counts = counters.read();
+    let sent = wire.sent.take();
     assert_eq!(counts.sent_packets, sent.len() as u64);
     let dropped = counts.expired + counts.bad_packet + counts.tiny_segments;
-    assert_eq!((dropped + counts.sent_packets.min(1), counts.send_failed), (1, 0), "{counts:?}");
+    assert_eq!(dropped + counts.sent_packets.min(1), 1, "{counts:?}");
+    assert_eq!(counts.send_failed, 0, "{counts:?}");
     let Some((vnet, packet)) = bytes.split_first_chunk().filter(|_| !sent.is_empty()) else {
         return counts;
     };
-    let (vnet, whole) = (Vnet::read(vnet), Header::parse(packet).expect("it was sent"));
+    let vnet = Vnet::read(vnet);
+    let whole = Header::parse(packet).expect("it was sent");
     let headers = match (usize::from(vnet.csum_start), vnet.gso_type & !GSO_ECN) {
         (_, GSO_NONE) => 0,
         (start, GSO_UDP_L4) => start + 8,
@@ -140,16 +144,17 @@ pub fn options() -> Options {
     }
 }
 
-/// Serves on a socket as a process whose answers are given, and returns the requests, each with
-/// the number of its connection. The text `STATUS` stands for a state with these options; `None`
-/// breaks the connection.
+/// Serves on a socket as a process with the given answers, and returns the requests, each with the
+/// number of its connection. In an answer, `STATUS` stands for a state with these options. The
+/// answer `None` breaks the connection.
 pub fn process(
     socket: &Path,
     program: &str,
     options: &Options,
     answer: impl Fn(&str) -> Option<&'static str> + Send + Sync + 'static,
 ) -> mpsc::Receiver<(usize, String)> {
-    let (listener, answer) = (UnixListener::bind(socket).expect("it works"), Arc::new(answer));
+    let listener = UnixListener::bind(socket).expect("it works");
+    let answer = Arc::new(answer);
     let mut status = serde_json::to_value(Status::default()).expect("it works");
     status["version"] = VERSION.into();
     status["program"] = program.into();
@@ -158,8 +163,10 @@ pub fn process(
     let (requests, received) = mpsc::channel();
     std::thread::spawn(move || {
         for (n, stream) in listener.incoming().enumerate() {
-            let (mut stream, requests) = (stream.expect("it works"), requests.clone());
-            let (answer, status) = (Arc::clone(&answer), status.clone());
+            let mut stream = stream.expect("it works");
+            let requests = requests.clone();
+            let answer = Arc::clone(&answer);
+            let status = status.clone();
             std::thread::spawn(move || {
                 for line in BufReader::new(stream.try_clone().expect("it works")).lines() {
                     let line = line.expect("it works");
@@ -198,13 +205,15 @@ mod tests {
     /// have hexadecimal names.
     fn corpus(target: &str, check: impl Fn(&[u8]) -> u64) -> Vec<String> {
         let dir = format!("{}/../dev/fuzz/corpus/{target}", env!("CARGO_MANIFEST_DIR"));
-        let files = std::fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
-        let result = |path: std::path::PathBuf| {
+        let mut results = Vec::new();
+        for file in std::fs::read_dir(dir).unwrap() {
+            let path = file.unwrap().path();
             let packets = check(&std::fs::read(&path).unwrap());
             let name = path.file_name().unwrap().to_str().unwrap();
-            (!name.bytes().all(|b| b.is_ascii_hexdigit())).then(|| format!("{name} {packets}"))
-        };
-        let mut results: Vec<String> = files.filter_map(result).collect();
+            if !name.bytes().all(|b| b.is_ascii_hexdigit()) {
+                results.push(format!("{name} {packets}"));
+            }
+        }
         results.sort();
         results
     }

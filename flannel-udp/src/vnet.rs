@@ -3,7 +3,7 @@
 //! **Source**: linux `include/uapi/linux/virtio_net.h`, `struct virtio_net_hdr`, in the byte order
 //! of the host.
 
-/// The checksum of the transport header is only that of the pseudo-header.
+/// The checksum of the transport header is only the sum of the pseudo-header.
 pub(crate) const NEEDS_CSUM: u8 = 1;
 pub(crate) const GSO_NONE: u8 = 0;
 pub(crate) const GSO_TCPV4: u8 = 1;
@@ -16,7 +16,8 @@ pub(crate) const GSO_ECN: u8 = 0x80;
 pub(crate) struct Vnet {
     pub(crate) flags: u8,
     pub(crate) gso_type: u8,
-    /// The length of all headers, a hint: 0 and the whole first packet are possible.
+    /// The length of all headers. It is only a hint, and may be 0 or the length of the first
+    /// packet.
     pub(crate) hdr_len: u16,
     /// The payload of each segment, in bytes.
     pub(crate) gso_size: u16,
@@ -43,7 +44,8 @@ impl Vnet {
 
     pub(crate) fn write(&self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
-        (bytes[0], bytes[1]) = (self.flags, self.gso_type);
+        bytes[0] = self.flags;
+        bytes[1] = self.gso_type;
         let words = [self.hdr_len, self.gso_size, self.csum_start, self.csum_offset];
         for (place, word) in bytes[2..].chunks_exact_mut(2).zip(words) {
             place.copy_from_slice(&word.to_ne_bytes());

@@ -529,7 +529,7 @@ pub(crate) mod tests {
             )
             .await
             .unwrap();
-        running.handle = busy.handle();
+        running.handle = busy.network.handle();
         let views = running.views.clone();
         let observer = Observer::default();
         let _guard = observer.running(running);
@@ -540,7 +540,7 @@ pub(crate) mod tests {
         // A status waits for the end of a round.
         let round = async {
             tokio::time::sleep(Duration::from_millis(110)).await;
-            busy.run(views).await
+            busy.network.run(views).await
         };
         let network = tokio::select! {
             ended = round => panic!("{ended:?}"),

@@ -55,6 +55,15 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -
     }
 }
 
+/// Logs the environment variables that are similar to those of options.
+fn warn_of_misspelt_variables() {
+    let command = Options::command();
+    let names = std::env::vars_os().map(|(name, _)| name);
+    for warning in misspelt(names, command.get_arguments().filter_map(Arg::get_long)) {
+        tracing::warn!(%warning, "an environment variable is ignored");
+    }
+}
+
 fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result<(), Error> {
     let options = Options::parse_from(args, |name| std::env::var_os(name))?;
     let usage = |error: String| Error::from(flannel_options::Error::Usage(error));
@@ -63,10 +72,7 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
     if let Some(flags) = options.without_effect() {
         tracing::info!(options = %flags, "options have no effect here");
     }
-    let (command, names) = (Options::command(), std::env::vars_os().map(|(name, _)| name));
-    for warning in misspelt(names, command.get_arguments().filter_map(Arg::get_long)) {
-        tracing::warn!(%warning, "an environment variable is ignored");
-    }
+    warn_of_misspelt_variables();
     capabilities::join_control_group(&options);
     capabilities::drop_needless(&options);
     let observer = Observer::new(Some(Box::new(move |filter| {

@@ -21,7 +21,8 @@ fn main() {
     let forbids = json!({ "errno": EAFNOSUPPORT });
     apply(&compile(&json!("allow"), &forbids, &[socket]).expect("a filter of sockets"));
 
-    let (eperm, allow) = (json!({ "errno": EPERM }), json!("allow"));
+    let eperm = json!({ "errno": EPERM });
+    let allow = json!("allow");
     let rules = unit::allowed_calls().into_iter().map(|name| json!({ "syscall": name }));
     // The groups also have the calls of other architectures.
     let is_known = |rule: &Value| compile(&eperm, &allow, std::slice::from_ref(rule)).is_some();

@@ -2,7 +2,7 @@
 
 mod cli;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::future::poll_fn;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
@@ -42,10 +42,7 @@ fn main() -> ExitCode {
         },
         // For tests: `lab udp-process VERSION SOCKET`, a data plane that has another version.
         Some("udp-process") => match &rest[1..] {
-            [version, socket] => {
-                let Err(error) = flannel_udp::serve(socket.as_ref(), &version.to_string_lossy());
-                failed(&error)
-            }
+            [version, socket] => udp_process(version, socket),
             _ => failed(&"udp-process: expected a version and a socket"),
         },
         _ => match Options::try_parse() {
@@ -151,8 +148,17 @@ fn print_error(text: &str) {
 }
 
 fn print(text: &str) {
-    // A closed stdout, as with `head`, is no error.
+    // A closed stdout, as with `head`, is not an error.
     let _ = Terminal::of_stdout().print(text);
+}
+
+/// A data plane of the backend `udp` with another version, until it is told to end.
+fn udp_process(version: &OsStr, socket: &OsStr) -> ExitCode {
+    match flannel_udp::serve(socket.as_ref(), &version.to_string_lossy()) {
+        Ok(flannel_udp::Ended::Done) => ExitCode::SUCCESS,
+        Ok(flannel_udp::Ended::Failed) => ExitCode::FAILURE,
+        Err(error) => failed(&error),
+    }
 }
 
 fn failed(error: &dyn std::fmt::Display) -> ExitCode {
@@ -187,7 +193,8 @@ impl Signals {
         let streams = kinds.map(|kind| Ok((kind, signal(SignalKind::from_raw(kind as i32))?)));
         let mut streams = streams.into_iter().collect::<io::Result<Vec<_>>>().map_err(failed)?;
         drop(guard);
-        let (interrupter, received) = (self.interrupter.clone(), self.received.clone());
+        let interrupter = self.interrupter.clone();
+        let received = self.received.clone();
         std::thread::spawn(move || {
             let first = poll_fn(|context| {
                 let ready =

@@ -68,7 +68,8 @@ fn a_cluster_moves_between_all_backends_by_rolling_restarts() {
     in_qemu_for(LIMIT, &MODULES, || {
         under_traffic((Lab::builder().hosts(2), PACE), WAY[0], |cluster, traffic| {
             for way in WAY.windows(2) {
-                let (from, to) = (way[0], way[1]);
+                let from = way[0];
+                let to = way[1];
                 rolling(cluster, traffic, [from, to]);
                 cluster.lab.hosts().iter().for_each(|it| cluster.wait_for_offers(it, &[to]));
                 traffic.wait_for_arrivals();

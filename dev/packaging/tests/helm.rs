@@ -33,8 +33,10 @@ fn render(values: &Value) -> Result<Vec<Value>, String> {
     let mut given = tempfile::NamedTempFile::new().unwrap();
     // JSON is YAML.
     given.write_all(values.to_string().as_bytes()).unwrap();
-    let (chart, given) = (file("chart/flannel"), given.path());
-    let [chart, given] = [chart.as_path(), given].map(|path| path.to_str().unwrap());
+    let chart = file("chart/flannel");
+    let given = given.path();
+    let chart = chart.to_str().unwrap();
+    let given = given.to_str().unwrap();
     let namespace = ["--namespace", "kube-flannel"];
     let output =
         helm(&[&["template", "flannel", chart, "--values", given], &namespace[..]].concat());
@@ -335,7 +337,8 @@ fn network_policies_have_their_container_rules_and_volume() {
 #[test]
 fn the_preshared_key_comes_from_a_secret() {
     let values = json!({ "flannel": { "backend": "wireguard", "pskSecret": "wireguard-psk" } });
-    let (without, objects) = (rendered(&json!({})), rendered(&values));
+    let without = rendered(&json!({}));
+    let objects = rendered(&values);
     let path = "/etc/kube-flannel-psk/psk";
     assert_eq!(backend(&values), json!({ "Type": "wireguard", "PSKFile": path }));
     let kind = flannel_backends::all().find("wireguard").unwrap();

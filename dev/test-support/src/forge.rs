@@ -44,7 +44,7 @@ impl RawIcmp {
         Self { is_v6, out, inbox: inbox.into() }
     }
 
-    /// The next echo request to this namespace; `None`: there was none in this time.
+    /// The next echo request to this namespace, or `None` if none came in this time.
     ///
     /// # Panics
     /// The socket fails.

@@ -35,7 +35,7 @@ const LIMIT: Duration = Duration::from_secs(900);
 /// There is no user-mode Linux, or `work` panics in the guest.
 pub fn in_uml<F: FnOnce()>(modules: &[&str], work: F) {
     let machine = if has_amx() { &QEMU } else { &UML };
-    in_guest((machine, LIMIT), modules, work);
+    in_guest(machine, LIMIT, modules, work);
 }
 
 /// Whether the processor has the registers of AMX.
@@ -52,7 +52,7 @@ fn has_amx() -> bool {
 /// # Panics
 /// `FLANNEL_QEMU` does not name a directory of `get-guest.sh`, or `work` panics in the guest.
 pub fn in_qemu<F: FnOnce()>(modules: &[&str], work: F) {
-    in_guest((&QEMU, LIMIT), modules, work);
+    in_guest(&QEMU, LIMIT, modules, work);
 }
 
 /// [`in_qemu`] for a test that takes long. The guest is ended after `limit`.
@@ -60,7 +60,7 @@ pub fn in_qemu<F: FnOnce()>(modules: &[&str], work: F) {
 /// # Panics
 /// As [`in_qemu`].
 pub fn in_qemu_for<F: FnOnce()>(limit: Duration, modules: &[&str], work: F) {
-    in_guest((&QEMU, limit), modules, work);
+    in_guest(&QEMU, limit, modules, work);
 }
 
 /// Runs `work` in a guest as [`in_qemu`] does, but in any program: the guest starts this program
@@ -89,18 +89,18 @@ fn run_in(
 ) -> String {
     match std::env::var_os(MODULES) {
         Some(dir) => inside(Path::new(&dir), modules, work),
-        None => outside((machine, 3 * LIMIT), arguments.to_vec()),
+        None => outside(machine, 3 * LIMIT, arguments.to_vec()),
     }
 }
 
-fn in_guest<F: FnOnce()>(machine: (&Machine, Duration), modules: &[&str], work: F) {
+fn in_guest<F: FnOnce()>(machine: &Machine, limit: Duration, modules: &[&str], work: F) {
     let path = std::any::type_name::<F>();
     let test = path.strip_suffix("::{{closure}}").expect("a guest gets a closure of the test");
     let test = test.split_once("::").map_or(test, |(_crate, rest)| rest);
     match std::env::var_os(MODULES) {
         Some(dir) => inside(Path::new(&dir), modules, work),
         None if cfg!(target_arch = "x86_64") => {
-            outside(machine, ["--exact", test, "--nocapture"].map(String::from).into());
+            outside(machine, limit, ["--exact", test, "--nocapture"].map(String::from).into());
         }
         None => work(),
     }
@@ -151,7 +151,8 @@ const QEMU: Machine = Machine {
     modules: "lib/modules",
     append: |command, dir, _, start| {
         let Start { program, arguments, variables } = start;
-        let [arguments, variables] = [arguments, variables].map(|texts| texts.join(" "));
+        let arguments = arguments.join(" ");
+        let variables = variables.join(" ");
         command.arg(dir.join("qemu"));
         // With two processors, tests take longer.
         command.args(["-accel", "tcg", "-cpu", "max", "-m", "1024", "-nodefaults", "-no-reboot"]);
@@ -177,7 +178,7 @@ const COUNTING: Machine = Machine {
 };
 
 /// Starts this program in a guest. Returns what it printed.
-fn outside((machine, limit): (&Machine, Duration), arguments: Vec<String>) -> String {
+fn outside(machine: &Machine, limit: Duration, arguments: Vec<String>) -> String {
     let Machine { variable, default, source, .. } = machine;
     let dir = std::env::var_os(variable).or_else(|| default.map(Into::into));
     let dir = PathBuf::from(dir.unwrap_or_else(|| panic!("{source} in {variable}")));
@@ -191,13 +192,17 @@ fn outside((machine, limit): (&Machine, Duration), arguments: Vec<String>) -> St
     let what = arguments.join(" ");
     let mut variables = vec!["TMPDIR=/run".to_owned()];
     variables.push(format!("{MODULES}={}", release.path().display()));
-    let set = |name: &&str| Some(format!("{name}={}", std::env::var(name).ok()?));
-    variables.extend(PASSED_ON.iter().filter_map(set));
+    for name in PASSED_ON {
+        if let Ok(value) = std::env::var(name) {
+            variables.push(format!("{name}={value}"));
+        }
+    }
     let mut command = Command::new("timeout");
     command.args(["--signal=KILL", &limit.as_secs().to_string()]).stdin(Stdio::null());
     (machine.append)(&mut command, &dir, place.path(), &Start { program, arguments, variables });
     let output = command.output().expect("timeout runs");
-    let [text, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
     let status = output.status;
     assert!(text.contains(PASSED), "{what} failed in the guest: {status}\n{text}{errors}");
     text.into_owned()

@@ -96,7 +96,7 @@ pub fn receive_from(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<(usize,
 /// Waits until `condition` holds. Checks it at least once, and blocks the thread in between.
 ///
 /// # Panics
-/// The condition does not hold `within` this time; the message is that of `otherwise`.
+/// The condition does not hold `within` this time. The message is the text of `otherwise`.
 #[track_caller]
 pub fn eventually<T: Outcome, M: Display>(
     within: Duration,
@@ -115,11 +115,11 @@ pub fn eventually<T: Outcome, M: Display>(
     }
 }
 
-/// The same for a condition that is a future. Time is tokio's, so that a test may pause it.
+/// Waits until a condition holds that is a future. Time is tokio's, so that a test may pause it.
 ///
 /// # Panics
-/// The condition does not hold `within` this time; the message is that of `otherwise`. A check that
-/// does not return is not interrupted.
+/// The condition does not hold `within` this time. The message is the text of `otherwise`. A check
+/// that does not return is not interrupted.
 #[track_caller]
 pub fn eventually_async<T: Outcome, M: Display>(
     within: Duration,

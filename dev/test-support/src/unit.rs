@@ -44,7 +44,7 @@ pub fn allowed_calls() -> BTreeSet<String> {
     &groups(granted) - &groups(denied)
 }
 
-/// The system calls of systemd's groups, with those of the groups in them.
+/// The system calls of systemd's groups, with the system calls of the groups in them.
 fn calls_of(groups: &[&str]) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     let mut groups: Vec<String> = groups.iter().map(ToString::to_string).collect();

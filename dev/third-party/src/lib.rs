@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use async_trait::async_trait;
 use flannel_core::address::Family;
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, Env, ExternalInterface, Inlet, Node, NodeLease, Prepared,
+    Blueprint, Datapath, Env, ExternalInterface, Inlet, Node, NodeLease, Prepared,
 };
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::kernel::Footprint;
@@ -126,12 +126,11 @@ impl Backend for Lane {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        self.validate(config, Some(node.uplink))?;
         let Options { lane, port, device, .. } = Options::of(config)?;
         let Some(IpAddr::V4(public)) = node.uplink.public.v4 else {
             return Err(refuse("this node has no public IPv4 address".into()));
         };
-        let mut offer = Offer { kind: LEASE_TYPE.into(), ..Offer::default() };
+        let mut offer = Offer::default();
         offer.public.v4 = Some(public.into());
         offer.data.v4 = Some(format!(r#"{{"Lane":{lane}}}"#).into());
         let mtu = node.uplink.mtu - OVERHEAD;
@@ -150,9 +149,9 @@ impl Backend for Lane {
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, _: &Env<'_>, objects| {
                 plan(lane, device, (subnets, offer), objects)
             });
-            (blueprint.lease_type, blueprint.footprint) = (Some(LEASE_TYPE), footprint);
+            blueprint.footprint = footprint;
             blueprint.base = base(link, lease);
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }

@@ -8,7 +8,8 @@ use clap_complete::{Shell, generate_to};
 
 /// Makes all files. Returns their number.
 pub(crate) fn make(dir: &Path) -> io::Result<usize> {
-    let (completions, man) = (dir.join("completions"), dir.join("man"));
+    let completions = dir.join("completions");
+    let man = dir.join("man");
     fs::create_dir_all(&completions)?;
     fs::create_dir_all(&man)?;
     for mut command in [flanneld::Options::command(), flannelctl::command()] {

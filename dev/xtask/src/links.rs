@@ -82,8 +82,12 @@ fn headings(text: &str) -> BTreeSet<String> {
         if title.len() == line.len() || !title.starts_with(' ') {
             continue;
         }
-        let kept = |c: &char| c.is_alphanumeric() || [' ', '-', '_'].contains(c);
-        let text: String = title.trim().to_lowercase().chars().filter(kept).collect();
+        let text: String = title
+            .trim()
+            .to_lowercase()
+            .chars()
+            .filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c))
+            .collect();
         let anchor = text.replace(' ', "-");
         let mut unique = anchor.clone();
         let mut n = 0;

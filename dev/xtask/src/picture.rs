@@ -131,7 +131,8 @@ impl Style {
 fn spans(line: &str) -> Vec<(Style, String)> {
     let mut style = Style::default();
     let mut spans = Vec::new();
-    let (mut rest, mut first) = (line, true);
+    let mut rest = line;
+    let mut first = true;
     while !rest.is_empty() || first {
         first = false;
         let (text, after) = rest.split_once("\x1b[").unwrap_or((rest, ""));

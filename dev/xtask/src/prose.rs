@@ -49,7 +49,8 @@ pub(crate) fn problems(tree: &Tree) -> Result<Vec<String>> {
     }
     for (path, lines, words) in LENGTHS {
         let text = tree.read(path)?;
-        let (has_lines, has_words) = (text.lines().count(), text.split_whitespace().count());
+        let has_lines = text.lines().count();
+        let has_words = text.split_whitespace().count();
         if has_lines > lines {
             problems.push(format!("{path}: {has_lines} lines, expected at most {lines}"));
         }
@@ -62,10 +63,12 @@ pub(crate) fn problems(tree: &Tree) -> Result<Vec<String>> {
 
 /// The lines that are too wide, with their widths.
 fn wide_lines(text: &str, mut may_be: impl FnMut(&str) -> bool) -> Vec<(usize, usize)> {
-    let lines = text.lines().enumerate();
-    let widths = lines.filter(|(_, line)| !may_be(line));
-    let widths = widths.map(|(n, line)| (n + 1, line.chars().count()));
-    widths.filter(|(_, columns)| *columns > WIDTH).collect()
+    text.lines()
+        .enumerate()
+        .filter(|(_, line)| !may_be(line))
+        .map(|(n, line)| (n + 1, line.chars().count()))
+        .filter(|(_, columns)| *columns > WIDTH)
+        .collect()
 }
 
 /// Whether a line of Markdown may be wide: tables, code blocks, and a line whose link is long.
@@ -87,10 +90,10 @@ fn phrases(text: &str) -> Vec<(usize, &'static str, &'static str)> {
         let line = line.to_lowercase();
         let words = |c: char| c.is_alphanumeric() || c == '_';
         for (phrase, plain) in PHRASES {
-            let is_whole = |at: usize| {
+            let has_phrase = line.match_indices(phrase).any(|(at, _)| {
                 !line[..at].ends_with(words) && !line[at + phrase.len()..].starts_with(words)
-            };
-            if line.match_indices(phrase).any(|(at, _)| is_whole(at)) {
+            });
+            if has_phrase {
                 found.push((n + 1, phrase, plain));
             }
         }
@@ -113,7 +116,8 @@ mod tests {
     #[test]
     fn prose_is_narrow_and_tables_code_and_links_may_be_wide() {
         let wide = "word ".repeat(30);
-        let (row, link) = (format!("| {wide} |"), format!("[{wide}](https://{})", "x".repeat(60)));
+        let row = format!("| {wide} |");
+        let link = format!("[{wide}](https://{})", "x".repeat(60));
         let text = format!("{wide}\n{row}\n```\n{wide}\n```\n{link}\n{wide}");
         let lines: Vec<_> = wide_lines(&text, may_be_wide()).iter().map(|(n, _)| *n).collect();
         assert_eq!(lines, [1, 7]);

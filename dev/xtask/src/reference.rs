@@ -26,9 +26,10 @@ pub(crate) fn update(tree: &Tree) -> Result<(String, String)> {
 
 /// Replaces a generated part.
 fn replace(text: &str, name: &str, table: &str) -> Result<String> {
-    let (begin, end) = (format!("<!-- {name} -->\n"), "<!-- end -->");
-    let missing = || format!("{PATH}: a line {}", begin.trim());
-    let (before, rest) = text.split_once(&begin).with_context(missing)?;
+    let begin = format!("<!-- {name} -->\n");
+    let end = "<!-- end -->";
+    let (before, rest) =
+        text.split_once(&begin).with_context(|| format!("{PATH}: a line {}", begin.trim()))?;
     let (_, after) = rest.split_once(end).with_context(|| format!("{PATH}: a line {end}"))?;
     Ok(format!("{before}{begin}\n{table}\n{end}{after}"))
 }
@@ -45,8 +46,10 @@ fn options(mut command: Command) -> String {
     }
     let mut text = String::new();
     for heading in headings {
-        let of_heading = |arg: &&Arg| arg.get_help_heading() == Some(heading);
-        let args = command.get_arguments().filter(shown).filter(of_heading);
+        let args = command
+            .get_arguments()
+            .filter(shown)
+            .filter(|arg| arg.get_help_heading() == Some(heading));
         let _ = write!(text, "### {heading}\n\n{}\n", table(args));
     }
     text.trim_end().to_owned() + "\n"
@@ -78,11 +81,11 @@ fn verbs(mut command: Command) -> String {
         let usage: Vec<String> = std::iter::once(name.to_owned()).chain(operands).collect();
         let meaning = verb.get_about().map(ToString::to_string).unwrap_or_default();
         let _ = writeln!(text, "| `{}` | {} |", usage.join(" "), cell(&meaning));
-        let own = |arg: &&Arg| {
-            let shown = !arg.is_hide_set() && !arg.is_global_set() && !arg.is_positional();
-            shown && !["help", "version"].contains(&arg.get_id().as_str())
-        };
-        let args: Vec<&Arg> = verb.get_arguments().filter(own).collect();
+        let args: Vec<&Arg> = verb
+            .get_arguments()
+            .filter(|arg| !arg.is_hide_set() && !arg.is_global_set() && !arg.is_positional())
+            .filter(|arg| !["help", "version"].contains(&arg.get_id().as_str()))
+            .collect();
         if !args.is_empty() {
             let _ = write!(tables, "\n`flannelctl {name}`:\n\n{}", table(args.into_iter()));
         }

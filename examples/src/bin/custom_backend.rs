@@ -26,8 +26,10 @@ fn main() -> anyhow::Result<()> {
             [Family::V4],
         )?;
         let host = Host::new(iface, kernel, subnets.clone());
-        let network =
-            host.join(&Hub, &subnets.network_config().await?, JoinOptions::default()).await?;
+        let network = host
+            .join(&Hub, &subnets.network_config().await?, JoinOptions::default())
+            .await?
+            .network;
         // A program that uses its subnet for longer also runs `hold_lease`: see `engines`.
         let mut status = network.handle().status;
         tokio::select! {

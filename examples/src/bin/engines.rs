@@ -33,8 +33,10 @@ async fn embed() -> anyhow::Result<()> {
     let iface = kernel.external_interface(&selectors, [Family::V4])?;
     let host = Host::new(iface, kernel, subnets.clone()).with_machine_id("example");
 
-    let network =
-        host.join(&VxlanBackend, &subnets.network_config().await?, JoinOptions::default()).await?;
+    let network = host
+        .join(&VxlanBackend, &subnets.network_config().await?, JoinOptions::default())
+        .await?
+        .network;
     let handle = network.handle();
     let mut status = handle.status.clone();
     tokio::select! {

@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use flannel_core::Lease;
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use flannel_core::object::{LinkName, Route, Via};
+use flannel_core::{Lease, Network};
 use flannel_netlink::NetlinkKernel;
 use flannel_route::KernelNetwork;
 use tokio::sync::watch;
@@ -24,22 +24,23 @@ async fn embed() -> anyhow::Result<()> {
     let (_views, views) =
         watch::channel(View { leases, origin: Origin::Live { revision: Revision(1) } });
     let pods = "10.1.0.0/16".parse()?;
-    let mut blueprint = Blueprint::new(1500, move |subnets, offer, _env, objects| {
+    let footprint =
+        Footprint { networks: vec![pods], routes_on: [eth0].into(), ..Footprint::default() };
+    let blueprint = Blueprint::new(1500, move |subnets, offer, _env, objects| {
         for peer in offer.endpoints(subnets) {
             let Some(gateway) = peer.public else { continue };
             let via = Via::Gateway { gateway, link: eth0, onlink: false };
             objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
         }
         Ok(())
-    });
-    blueprint.footprint =
-        Footprint { networks: vec![pods], routes_on: [eth0].into(), ..Footprint::default() };
+    })
+    .with_footprint(footprint);
     let own = NodeLease::Held(lease("10.1.1.0-24", "192.0.2.1")?);
     let kernel = Arc::new(NetlinkKernel::open()?);
     let network = KernelNetwork::new(kernel, own, [pods].into_iter().collect(), vec![blueprint]);
     let mut status = network.handle().status;
     tokio::select! {
-        ended = network.run(views) => anyhow::bail!("the network ended: {ended:?}"),
+        ended = Box::new(network).run(views) => anyhow::bail!("the network ended: {ended:?}"),
         synced = status.wait_for(|status| status.in_sync) => {
             println!("in sync with {} peer", synced?.peers);
         }

@@ -19,7 +19,7 @@ use flannel_core::runtime::lock;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use self::queue::{EINVAL, Entry, Job, Queue, Unmade, Wanted, of_another};
-use crate::commands::files::{Files, State, Stored};
+use crate::commands::files::{Files, Progress, Stored};
 use crate::commands::task::{Names, Of, Task};
 
 /// The most commands at a time.
@@ -127,15 +127,15 @@ impl Commands {
     ) -> Result<(), Unmade> {
         let is_to_go = |old: &Stored| match task {
             // A boot has removed what an earlier task did.
-            Some(task) => !old.task.adds_the_same(task) && old.state != State::Earlier,
+            Some(task) => !old.task.adds_the_same(task) && old.state != Progress::Earlier,
             None => true,
         };
         if let Some(old) = stored.as_ref().filter(|old| is_to_go(old)).cloned() {
-            let unsure = Some(Stored { state: State::Unsure, ..old.clone() });
+            let unsure = Some(Stored { state: Progress::Unsure, ..old.clone() });
             self.store(subnet, stored, unsure)?;
             if let Err(why) = old.task.remove(&self.0.names, &self.0.stopped) {
                 // After a boot there is usually nothing to remove.
-                let gives_up = gives_up || old.state == State::Earlier;
+                let gives_up = gives_up || old.state == Progress::Earlier;
                 if !gives_up || self.0.stopped.load(Ordering::Relaxed) {
                     return Err(Unmade::Removal(why));
                 }
@@ -145,12 +145,12 @@ impl Commands {
         }
         let Some(task) = task else { return Ok(()) };
         // If only the commands for later are others, nothing is run.
-        if stored.as_ref().is_none_or(|stored| stored.state != State::Done) {
-            let unsure = Some(Stored { task: task.clone(), state: State::Unsure });
+        if stored.as_ref().is_none_or(|stored| stored.state != Progress::Done) {
+            let unsure = Some(Stored { task: task.clone(), state: Progress::Unsure });
             self.store(subnet, stored, unsure)?;
             task.add(&self.0.names, &self.0.stopped)?;
         }
-        let done = Some(Stored { task: task.clone(), state: State::Done });
+        let done = Some(Stored { task: task.clone(), state: Progress::Done });
         Ok(self.store(subnet, stored, done)?)
     }
 
@@ -177,7 +177,7 @@ impl Annex for Commands {
         let there = inner.entries.iter().filter(|(_, entry)| entry.is_idle());
         let record = |(subnet, entry): (&Subnet, &Entry)| {
             let Stored { task, state } = entry.stored.as_ref()?;
-            let in_place = *state == State::Done;
+            let in_place = *state == Progress::Done;
             Some(task.record_with(self.0.names.annex, *subnet, in_place))
         };
         Ok(there.filter_map(record).collect())
@@ -221,7 +221,7 @@ impl Annex for Commands {
         }
         let of_node = inner.entries.iter().filter(|(_, entry)| {
             let stored = entry.stored.as_ref();
-            stored.is_some_and(|s| s.task.of == Of::Node && s.state != State::Earlier)
+            stored.is_some_and(|s| s.task.of == Of::Node && s.state != Progress::Earlier)
         });
         let of_node: Vec<(Subnet, Option<Stored>)> =
             of_node.map(|(subnet, entry)| (*subnet, entry.stored.clone())).collect();

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, ExitStatus};
+use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -45,7 +45,7 @@ impl fmt::Debug for Words {
     }
 }
 
-/// The words themselves: none is split.
+/// Takes the words as they are, without splitting them.
 impl<S: Into<String>> FromIterator<S> for Words {
     fn from_iter<I: IntoIterator<Item = S>>(words: I) -> Self {
         Self(words.into_iter().map(Into::into).collect())
@@ -98,18 +98,18 @@ pub enum Error {
 pub struct Limits<'a> {
     /// The time limit.
     pub time: Duration,
-    /// The bytes of the output that are kept, its last ones.
+    /// How many bytes of the output are kept. These are its last bytes.
     pub output: usize,
-    /// True: the command is killed within 20 ms.
+    /// The command is killed within 20 ms after this has become true.
     pub stopped: &'a AtomicBool,
 }
 
 /// The end of an output.
 #[derive(Debug, Default)]
 pub struct Output {
-    /// Its last bytes.
+    /// The last bytes of the output.
     pub bytes: Vec<u8>,
-    /// It was longer.
+    /// Whether the output was longer.
     pub is_cut: bool,
 }
 
@@ -141,18 +141,14 @@ impl Words {
     /// The program of the command, if this host has no such file that may be executed. It is not
     /// known if a variable names the program.
     pub fn missing_program(&self) -> Option<&str> {
-        let may_run = |path: &Path| {
-            let file = path.metadata();
-            file.is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
-        };
-        let is_there = |program: &str| {
-            if program.contains('/') {
-                return may_run(Path::new(program));
-            }
+        let program = self.program()?;
+        let is_there = if program.contains('/') {
+            may_run(Path::new(program))
+        } else {
             let path = std::env::var_os("PATH").unwrap_or_default();
             std::env::split_paths(&path).any(|dir| may_run(&dir.join(program)))
         };
-        self.program().filter(|program| !is_there(program))
+        (!is_there).then_some(program)
     }
 
     /// Runs the command, with `input` and a line feed as its standard input. Returns the end of its
@@ -183,16 +179,8 @@ impl Words {
         };
         let mut command = flannel_child::command(program, &INHERITED);
         command.args(args).envs(variables).process_group(0);
-        let start = || -> io::Result<(Child, io::PipeReader)> {
-            let (reader, writer) = io::pipe()?;
-            fcntl(&reader, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-            command.stdout(writer.try_clone()?).stderr(writer).stdin(file_of(input)?);
-            Ok((command.spawn()?, reader))
-        };
-        let (mut child, mut reader) =
-            { start }().map_err(|source| Error::Start { program: program.clone(), source })?;
-        // The command has the ends to write; this process would never see the end of the output.
-        drop(command);
+        let (mut child, mut reader) = start(command, input)
+            .map_err(|source| Error::Start { program: program.clone(), source })?;
         let mut output = Output::default();
         let ended = wait(&mut child, &mut reader, &mut output, limits);
         let failed = |why: String| Error::Failed { why, output: output.text() };
@@ -205,6 +193,20 @@ impl Words {
             }
         }
     }
+}
+
+fn may_run(path: &Path) -> bool {
+    let file = path.metadata();
+    file.is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+}
+
+/// Starts a command with this input. Returns the end of the pipe that reads its output. The command
+/// is dropped, because it has the other end, and would keep the output open.
+fn start(mut command: Command, input: &str) -> io::Result<(Child, io::PipeReader)> {
+    let (reader, writer) = io::pipe()?;
+    fcntl(&reader, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+    command.stdout(writer.try_clone()?).stderr(writer).stdin(file_of(input)?);
+    Ok((command.spawn()?, reader))
 }
 
 /// Kills a command with its group, and waits for its end.
@@ -233,17 +235,19 @@ fn file_of(input: &str) -> io::Result<File> {
 /// hold the output open, so only the command's own end counts.
 ///
 /// # Errors
-/// It has not ended.
+/// The command did not end in time, was stopped, or cannot be waited for.
 fn wait(
     child: &mut Child,
     reader: &mut io::PipeReader,
     output: &mut Output,
     limits: Limits<'_>,
 ) -> Result<ExitStatus, String> {
-    let (begin, mut is_open) = (Instant::now(), true);
+    let begin = Instant::now();
+    let mut is_open = true;
     loop {
         let ended = child.try_wait().map_err(|error| error.to_string())?;
-        // All that a command wrote before its end; of one that writes all the time, a part.
+        // This reads all that a command wrote before its end, but not for ever if it writes all
+        // the time.
         let mut parts = 0;
         while is_open && parts < 64 {
             let mut part = [0; PART];
@@ -267,9 +271,9 @@ fn wait(
         if begin.elapsed() >= limits.time {
             return Err(format!("it did not end within {} s", limits.time.as_secs()));
         }
-        let mut ready = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
-        let ready = if is_open { &mut ready[..] } else { &mut [] };
-        match poll(ready, PollTimeout::from(LOOK)) {
+        let mut fds = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
+        let polled = if is_open { &mut fds[..] } else { &mut [] };
+        match poll(polled, PollTimeout::from(LOOK)) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(errno.to_string()),
         }
@@ -281,7 +285,8 @@ fn wait(
 /// **Source**: Go `os.Expand`: an unknown name is empty, `$` before another character stays, `${}`
 /// and an open `${` vanish, and `$$`, `$1`, `$-` and the like are names of one character.
 fn expand(word: &str, value: impl Fn(&str) -> String) -> String {
-    let (mut expanded, mut rest) = (String::new(), word);
+    let mut expanded = String::new();
+    let mut rest = word;
     while let Some((before, after)) = rest.split_once('$') {
         expanded += before;
         let (name, length) = name_in(after);
@@ -296,7 +301,7 @@ fn expand(word: &str, value: impl Fn(&str) -> String) -> String {
 }
 
 /// The name at the beginning of a text behind `$`, and the length that it takes. The name is empty
-/// if the text is no name but vanishes, and `None` if `$` stands for itself.
+/// if the text is not a name but vanishes, and `None` if `$` stands for itself.
 fn name_in(text: &str) -> (Option<&str>, usize) {
     let is_special = |c: &u8| b"*#$@!?-0123456789".contains(c);
     let bytes = text.as_bytes();
@@ -312,8 +317,8 @@ fn name_in(text: &str) -> (Option<&str>, usize) {
         }
         Some(first) if is_special(first) => (Some(&text[..1]), 1),
         Some(_) => {
-            let of_name = |c: &u8| c.is_ascii_alphanumeric() || *c == b'_';
-            let length = bytes.iter().take_while(|c| of_name(c)).count();
+            let length =
+                bytes.iter().take_while(|c| c.is_ascii_alphanumeric() || **c == b'_').count();
             ((length > 0).then(|| &text[..length]), length)
         }
     }
@@ -447,7 +452,8 @@ mod tests {
     #[test]
     fn a_command_ends_when_the_annex_stops() {
         let dir = tempfile::tempdir().unwrap();
-        let ((command, file), stopped) = (endless(dir.path()), AtomicBool::new(false));
+        let (command, file) = endless(dir.path());
+        let stopped = AtomicBool::new(false);
         let limits = Limits { stopped: &stopped, ..limits(600) };
         let error = std::thread::scope(|scope| {
             let running = scope.spawn(|| command.run(&BTreeMap::new(), "", limits));

@@ -20,17 +20,18 @@ const NEW: &str = ".new";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Stored {
     pub(crate) task: Task,
-    pub(crate) state: State,
+    pub(crate) state: Progress,
 }
 
 /// How far a task is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum State {
-    /// A command of it has begun. It may have failed, or was interrupted.
+pub(crate) enum Progress {
+    /// One of its commands has begun. It may have failed, or was interrupted.
     Unsure,
-    /// It is in place.
+    /// The task is in place.
     Done,
-    /// It was in place before the last boot; or it is of this node, and of an earlier process.
+    /// The task was in place before the last boot. Or it is the task of this node, and an earlier
+    /// process has put it in place.
     Earlier,
 }
 
@@ -89,16 +90,16 @@ impl Files {
         let Content { boot, done, task } = serde_json::from_slice(&fs::read(path)?)?;
         let is_earlier = boot != self.boot || boot.is_empty() || task.of == Of::Node;
         let state = if is_earlier {
-            State::Earlier
+            Progress::Earlier
         } else if done {
-            State::Done
+            Progress::Done
         } else {
-            State::Unsure
+            Progress::Unsure
         };
         Ok(Stored { task, state })
     }
 
-    /// Writes the task of a subnet; `None` removes it.
+    /// Writes the task of a subnet, or removes it if `stored` is `None`.
     ///
     /// # Errors
     /// The error names the file.
@@ -108,8 +109,12 @@ impl Files {
         let written = match stored {
             None => fs::remove_file(&path),
             Some(Stored { task, state }) => {
-                let (boot, done) = (self.boot.clone(), *state == State::Done);
-                serde_json::to_vec(&Content { boot, done, task: task.clone() })
+                let content = Content {
+                    boot: self.boot.clone(),
+                    done: *state == Progress::Done,
+                    task: task.clone(),
+                };
+                serde_json::to_vec(&content)
                     .map_err(io::Error::from)
                     .and_then(|content| replace(dir, &path, &content))
             }
@@ -121,7 +126,7 @@ impl Files {
     }
 }
 
-/// `10.1.7.0-24`, as the key of a lease.
+/// `10.1.7.0-24`, as in the key of a lease.
 fn name_of(subnet: Subnet) -> String {
     subnet.to_string().replace('/', "-")
 }
@@ -131,7 +136,7 @@ fn subnet_of(name: &str) -> Option<Subnet> {
     format!("{base}/{len}").parse().ok()
 }
 
-/// Replaces a file in one step. One caller at a time writes.
+/// Replaces a file in one step. Only one caller at a time may write.
 fn replace(dir: &Path, path: &Path, content: &[u8]) -> io::Result<()> {
     let new = dir.join(NEW);
     let create = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new);
@@ -161,10 +166,16 @@ mod tests {
 
     use super::*;
 
-    fn stored(of: Of, input: &str, state: State) -> Stored {
-        let (variables, add, remove) = Default::default();
-        let input = input.to_owned();
-        let task = Task { of, variables, input, add, remove, timeout: 30, waits: false };
+    fn stored(of: Of, input: &str, state: Progress) -> Stored {
+        let task = Task {
+            of,
+            variables: BTreeMap::new(),
+            input: input.to_owned(),
+            add: None,
+            remove: None,
+            timeout: 30,
+            waits: false,
+        };
         Stored { task, state }
     }
 
@@ -173,17 +184,17 @@ mod tests {
     }
 
     #[test]
-    fn tasks_are_kept_over_restarts_and_those_of_an_earlier_boot_are_told_apart() {
+    fn tasks_are_kept_over_restarts_and_tasks_of_an_earlier_boot_are_told_apart() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().join("extension");
         let files = Files::new(Some(dir.clone()));
         assert_eq!(files.read().unwrap(), BTreeMap::new());
         assert!(!dir.exists(), "a node without commands has no files");
         let tasks = [
-            (1, stored(Of::Node, "node", State::Done)),
-            (2, stored(Of::Peer, "done", State::Done)),
-            (3, stored(Of::Peer, "begun", State::Unsure)),
-            (4, stored(Of::Peer, "gone", State::Done)),
+            (1, stored(Of::Node, "node", Progress::Done)),
+            (2, stored(Of::Peer, "done", Progress::Done)),
+            (3, stored(Of::Peer, "begun", Progress::Unsure)),
+            (4, stored(Of::Peer, "gone", Progress::Done)),
         ];
         for (n, stored) in &tasks {
             files.write(subnet(*n), Some(stored)).unwrap();
@@ -198,21 +209,22 @@ mod tests {
         std::os::unix::fs::symlink("10.1.2.0-24", dir.join("10.1.8.0-24")).unwrap();
         fs::write(dir.join("10.1.9.0-24"), "{\"boot\":").unwrap();
 
-        let states = |files: &Files| -> Vec<(String, State)> {
+        let states = |files: &Files| -> Vec<(String, Progress)> {
             let tasks = files.read().unwrap().into_iter();
             tasks.map(|(subnet, stored)| (subnet.to_string(), stored.state)).collect()
         };
-        let named = |states: [State; 4]| -> Vec<(String, State)> {
+        let named = |states: [Progress; 4]| -> Vec<(String, Progress)> {
             let names = ["10.1.1.0/24", "10.1.2.0/24", "10.1.3.0/24", "fd00:1:0:7::/64"];
             names.map(str::to_owned).into_iter().zip(states).collect()
         };
-        let expected = named([State::Earlier, State::Done, State::Unsure, State::Done]);
+        let expected = named([Progress::Earlier, Progress::Done, Progress::Unsure, Progress::Done]);
         assert_eq!(states(&Files::new(Some(dir.clone()))), expected);
         files.write(subnet(2), Some(&tasks[1].1)).unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        assert_eq!((mode(&dir), mode(&dir.join("10.1.2.0-24"))), (0o700, 0o600));
+        assert_eq!(mode(&dir), 0o700);
+        assert_eq!(mode(&dir.join("10.1.2.0-24")), 0o600);
         let after_boot = Files { boot: "another".into(), ..files };
-        assert_eq!(states(&after_boot), named([State::Earlier; 4]));
+        assert_eq!(states(&after_boot), named([Progress::Earlier; 4]));
     }
 
     #[test]
@@ -223,7 +235,7 @@ mod tests {
         let error = Files::new(Some(file)).read().unwrap_err().to_string();
         assert!(error.contains("/file: Not a directory"), "{error}");
         let files = Files::new(Some(dir.path().join("no/where")));
-        let task = stored(Of::Peer, "", State::Done);
+        let task = stored(Of::Peer, "", Progress::Done);
         let error = files.write(subnet(1), Some(&task)).unwrap_err().to_string();
         assert!(error.contains("no/where/10.1.1.0-24: No such file"), "{error}");
     }

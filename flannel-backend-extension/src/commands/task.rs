@@ -1,4 +1,4 @@
-//! The commands for one node: the content of a record.
+//! The commands for one node, which are the content of a record.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,15 +27,15 @@ pub struct Task {
     /// The standard input.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub input: String,
-    /// The command that puts it in place; `None`: nothing is run.
+    /// The command that puts the task in place. `None` if nothing is run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub add: Option<Words>,
-    /// The command that removes it; `None`: nothing is run.
+    /// The command that removes the task. `None` if nothing is run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remove: Option<Words>,
     /// The time limit of each command, in seconds: 1 or more. With 0 a command is killed at once.
     pub timeout: u64,
-    /// It begins after the task of this node is in place.
+    /// Whether the task begins only after the task of this node is in place.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub waits: bool,
 }
@@ -66,7 +66,7 @@ pub struct Names {
     pub annex: &'static str,
     /// The commands that put the task of this node in place, and that remove it.
     pub node: [&'static str; 2],
-    /// The same for the tasks of peers.
+    /// The commands that put the task of a peer in place, and that remove it.
     pub peer: [&'static str; 2],
 }
 
@@ -87,11 +87,15 @@ impl Task {
         self.record_with(annex, key, true)
     }
 
-    /// The record of a task that is not in place differs from that of one that is.
+    /// The record of this task. It differs between a task that is in place and one that is not.
     pub(crate) fn record_with(&self, annex: &'static str, key: Subnet, in_place: bool) -> Record {
-        let value = |name: &str| self.variables.get(name).filter(|value| !value.is_empty());
-        let at = ["PUBLIC_IP", "PUBLIC_IPV6"].into_iter().filter_map(value);
-        let at = at.map(String::as_str).collect::<Vec<_>>().join(", ");
+        let at = ["PUBLIC_IP", "PUBLIC_IPV6"]
+            .into_iter()
+            .filter_map(|name| self.variables.get(name))
+            .filter(|address| !address.is_empty())
+            .map(String::as_str)
+            .collect::<Vec<_>>()
+            .join(", ");
         let of = if self.of == Of::Node { "this node at" } else { "the node at" };
         let outdated = if in_place { "" } else { ", outdated" };
         let content =
@@ -108,15 +112,18 @@ impl Task {
     /// Whether it is put in place by the same command with the same values.
     pub(crate) fn adds_the_same(&self, other: &Self) -> bool {
         let Self { of, variables, input, add, remove: _, timeout: _, waits: _ } = self;
-        (of, variables, input, add) == (&other.of, &other.variables, &other.input, &other.add)
+        *of == other.of
+            && *variables == other.variables
+            && *input == other.input
+            && *add == other.add
     }
 
-    /// Runs the command that puts it in place. `stopped`: the command is to end.
+    /// Runs the command that puts it in place. The command is killed when `stopped` becomes true.
     pub(crate) fn add(&self, names: &Names, stopped: &AtomicBool) -> Result<(), String> {
         self.run(names.of(self.of)[0], self.add.as_ref(), stopped)
     }
 
-    /// The same for the command that removes it.
+    /// Runs the command that removes it. The command is killed when `stopped` becomes true.
     pub(crate) fn remove(&self, names: &Names, stopped: &AtomicBool) -> Result<(), String> {
         self.run(names.of(self.of)[1], self.remove.as_ref(), stopped)
     }

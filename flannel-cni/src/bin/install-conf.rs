@@ -7,8 +7,8 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().skip(1).collect();
-    let is_option = |arg: &&OsString| arg.as_encoded_bytes().starts_with(b"-");
-    let wrong = match (args.iter().find(is_option), &args[..]) {
+    let option = args.iter().find(|arg| arg.as_encoded_bytes().starts_with(b"-"));
+    let wrong = match (option, &args[..]) {
         (Some(option), _) => format!("unknown option {option:?}"),
         (None, [source, destination]) => return install(source.as_ref(), destination.as_ref()),
         (None, []) => "SOURCE and DESTINATION are missing".to_owned(),

@@ -1,10 +1,10 @@
-//! The config of the delegate, the plugin that connects the container. It has the same bytes as the
-//! Go plugin's, because it is also the state that either plugin reads at DEL.
+//! The config of the delegate, the plugin that connects the container. It equals the Go plugin's
+//! byte for byte, because either plugin reads it again at DEL.
 //!
 //! **Source**: cni-plugin `flannel.go: cmdAdd`, `flannel_linux.go: doCmdAdd, getDelegateIPAM`.
 
-use std::fs::{self, DirEntry};
-use std::io;
+use std::collections::BTreeSet;
+use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
 
@@ -69,7 +69,7 @@ impl DelegateConf {
         Ok(Self(delegate))
     }
 
-    /// Parses a saved config; `None` if it is no JSON object with a `type`.
+    /// Parses a saved config. Returns `None` if it is not a JSON object with a `type`.
     pub(crate) fn from_saved(bytes: &[u8]) -> Option<Self> {
         let conf = Self(serde_json::from_slice(bytes).ok()?);
         conf.text("type")?;
@@ -86,26 +86,22 @@ impl DelegateConf {
         self.text("name").unwrap_or_default()
     }
 
-    /// The interfaces of a container for which `host-local` reserves addresses in this network, or
-    /// else `eth0`.
+    /// The interfaces of a container for which `host-local` has reserved addresses in this network,
+    /// or `eth0` if it has reserved none.
     ///
     /// **Source**: plugins `plugins/ipam/host-local/backend/disk: New, Store.Reserve`.
     pub(crate) fn interfaces(&self, container: &str) -> Vec<String> {
         let dir = self.0.get("ipam").and_then(|ipam| ipam.get("dataDir")?.as_str());
         let dir = Path::new(dir.unwrap_or("/var/lib/cni/networks")).join(self.network());
-        let interface = |entry: io::Result<DirEntry>| {
-            let text = fs::read_to_string(entry.ok()?.path()).ok()?;
-            let (of, ifname) = text.trim().split_once("\r\n")?;
-            (of == container).then(|| ifname.to_owned())
-        };
-        let mut found: Vec<String> =
-            fs::read_dir(dir).into_iter().flatten().filter_map(interface).collect();
-        found.sort();
-        found.dedup();
-        if found.is_empty() { vec!["eth0".to_owned()] } else { found }
+        let found: BTreeSet<String> = fs::read_dir(dir)
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| reserved_interface(&entry.ok()?.path(), container))
+            .collect();
+        if found.is_empty() { vec!["eth0".to_owned()] } else { found.into_iter().collect() }
     }
 
-    /// Its version; the oldest if it has none.
+    /// Its version, or the oldest if it has none.
     pub(crate) fn version(&self) -> &str {
         self.text("cniVersion")
             .filter(|text| !text.is_empty())
@@ -130,16 +126,24 @@ impl DelegateConf {
     }
 }
 
+/// The interface in a file of `host-local` for a reserved address, if it belongs to the container.
+fn reserved_interface(file: &Path, container: &str) -> Option<String> {
+    let text = fs::read_to_string(file).ok()?;
+    let (owner, ifname) = text.trim().split_once("\r\n")?;
+    (owner == container).then(|| ifname.to_owned())
+}
+
 /// The config's `ipam`, with this host's subnets as ranges and a route to every network.
 fn ipam(conf: &NetConf, env: &SubnetEnv) -> Result<Value> {
     let mut ipam = conf.ipam.clone();
     ipam.entry("type").or_insert("host-local".into());
-    let range = |subnet: &Subnet| json!([{ "subnet": subnet.to_string() }]);
-    ipam.insert("ranges".into(), env.subnets.values().map(range).collect());
+    let subnets = env.subnets.values();
+    let ranges = subnets.map(|subnet| json!([{ "subnet": subnet.to_string() }])).collect();
+    ipam.insert("ranges".into(), ranges);
     let mut routes = match ipam.remove("routes") {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::Array(routes)) => routes,
-        Some(other) => return Err(no_routes(&other)),
+        Some(other) => return Err(bad_routes(&other)),
     };
     for route in &mut routes {
         *route = checked(route)?;
@@ -151,26 +155,27 @@ fn ipam(conf: &NetConf, env: &SubnetEnv) -> Result<Value> {
 
 /// Checks a route and normalizes its destination, which keeps its host bits.
 fn checked(route: &Value) -> Result<Value> {
-    let destination = |text: &str| {
-        let len = text.parse::<Subnet>().ok()?.len();
-        let address: IpAddr = text.split('/').next()?.parse().ok()?;
-        Some(format!("{address}/{len}"))
-    };
-    let dst = route.get("dst").and_then(Value::as_str).and_then(destination);
+    let dst = route.get("dst").and_then(Value::as_str).and_then(normalized_destination);
     let Some((mut fields, dst)) = route.as_object().cloned().zip(dst) else {
-        return Err(no_routes(route));
+        return Err(bad_routes(route));
     };
     fields.insert("dst".into(), dst.into());
     match fields.get("gw") {
         None => {}
         Some(Value::Null) => drop(fields.remove("gw")),
         Some(gateway) if gateway.as_str().is_some_and(|text| text.parse::<IpAddr>().is_ok()) => {}
-        Some(_) => return Err(no_routes(route)),
+        Some(_) => return Err(bad_routes(route)),
     }
     Ok(Value::Object(fields))
 }
 
-fn no_routes(value: &Value) -> Error {
+fn normalized_destination(text: &str) -> Option<String> {
+    let len = text.parse::<Subnet>().ok()?.len();
+    let address: IpAddr = text.split('/').next()?.parse().ok()?;
+    Some(format!("{address}/{len}"))
+}
+
+fn bad_routes(value: &Value) -> Error {
     let expected = r#"a list such as [{"dst": "0.0.0.0/0", "gw": "10.1.5.1"}]"#;
     Error::new(
         Code::NETWORK_CONFIG,
@@ -185,9 +190,10 @@ fn write_numbers_as_go_does(value: &mut Value) {
     const EXACT: f64 = 9_007_199_254_740_992.0;
     match value {
         Value::Number(number) if number.is_f64() => {
-            let whole =
-                number.as_f64().filter(|float| float.fract() == 0.0 && float.abs() <= EXACT);
-            if let Some(float) = whole {
+            if let Some(float) = number.as_f64()
+                && float.fract() == 0.0
+                && float.abs() <= EXACT
+            {
                 *value = (float as i64).into();
             }
         }
@@ -218,7 +224,7 @@ mod tests {
     /// Each directory of `tests/golden` has a config, a `subnet.env`, and the config that the Go
     /// plugin (cni-plugin 092e6d26) makes of them.
     #[test]
-    fn the_config_equals_that_of_the_go_plugin() {
+    fn the_config_equals_the_config_of_the_go_plugin() {
         let mut seen = 0;
         for case in
             fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap()
@@ -274,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_without_a_type_is_no_saved_config() {
+    fn a_text_without_a_type_is_not_a_saved_config() {
         for bad in ["", "{", "[]", "{}", r#"{"type":7}"#] {
             assert_eq!(DelegateConf::from_saved(bad.as_bytes()), None, "{bad}");
         }

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use crate::spec::call::is_name;
 use crate::spec::error::{Code, Error, Result};
-use crate::spec::version::SpecVersion;
+use crate::spec::version::{SpecVersion, VersionError};
 
 /// A JSON object.
 pub(crate) type Object = Map<String, Value>;
@@ -27,9 +27,9 @@ pub(crate) struct Attachment {
 /// The network config.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct NetConf {
-    /// The version; the oldest if the config has none.
+    /// The version of the config, or the oldest one if the config names none.
     pub(crate) version: SpecVersion,
-    /// The version as the config has it.
+    /// The text of the version in the config.
     pub(crate) cni_version: Option<String>,
     pub(crate) name: String,
     pub(crate) subnet_file: PathBuf,
@@ -39,7 +39,7 @@ pub(crate) struct NetConf {
     pub(crate) ipam: Object,
     pub(crate) runtime_config: Option<Object>,
     pub(crate) prev_result: Option<Object>,
-    /// GC: the interfaces to keep.
+    /// The interfaces that GC keeps.
     pub(crate) valid_attachments: Option<Vec<Attachment>>,
 }
 
@@ -56,13 +56,15 @@ impl NetConf {
         let fields = Fields::parse(text, "").map_err(|error| undecodable(&error.to_string()))?;
         let cni_version = fields
             .take::<String>("cniVersion", "a string")
-            .map_err(|e| undecodable(&e.to_string()))?;
-        let cni_version = cni_version.filter(|text| !text.is_empty());
-        let version = cni_version.as_deref().map_or(Ok(SpecVersion::OLDEST), str::parse);
-        let version = version.map_err(|error| {
-            Error::new(Code::INCOMPATIBLE_VERSION, "incompatible CNI versions")
-                .with_details(&error.to_string())
-        })?;
+            .map_err(|error| undecodable(&error.to_string()))?
+            .filter(|text| !text.is_empty());
+        let version = match &cni_version {
+            Some(text) => text.parse().map_err(|error: VersionError| {
+                Error::new(Code::INCOMPATIBLE_VERSION, "incompatible CNI versions")
+                    .with_details(&error.to_string())
+            })?,
+            None => SpecVersion::OLDEST,
+        };
         Self::of_version(&fields, version, cni_version).map_err(|error| error.with_version(version))
     }
 
@@ -127,7 +129,8 @@ mod tests {
     #[test]
     fn missing_fields_get_the_defaults_of_the_go_plugin() {
         let conf = NetConf::parse(br#"{"name":"cbr0","delegate":null,"cniVersion":""}"#).unwrap();
-        assert_eq!((conf.version, conf.cni_version), (SpecVersion::OLDEST, None));
+        assert_eq!(conf.version, SpecVersion::OLDEST);
+        assert_eq!(conf.cni_version, None);
         assert_eq!(conf.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
         assert_eq!(conf.data_dir.to_str(), Some("/var/lib/cni/flannel"));
         assert!(conf.delegate.is_empty() && conf.ipam.is_empty() && conf.prev_result.is_none());

@@ -21,7 +21,7 @@ pub(crate) struct SubnetEnv {
     pub(crate) subnets: Dual<Subnet>,
     /// The MTU of pods, in bytes.
     pub(crate) mtu: u32,
-    /// flanneld masquerades packets that leave the pod networks.
+    /// Whether flanneld masquerades packets that leave the pod networks.
     pub(crate) ip_masq: bool,
 }
 
@@ -52,54 +52,102 @@ impl SubnetEnv {
 
     /// Parses the file. The error names the wrong line or the missing keys.
     fn parse(text: &str) -> Result<Self, String> {
-        let mut networks: [Vec<Subnet>; 2] = Default::default();
-        let mut subnets = Dual::default();
-        let (mut mtu, mut ip_masq) = (None, None);
+        let mut found = Found::default();
         for (number, line) in text.lines().enumerate() {
-            let (key, value) = line.split_once('=').unwrap_or((line, ""));
-            let wrong = |expected: &str| {
-                format!("line {}: {key} is {value:?}, expected {expected}", number + 1)
-            };
-            let subnet = |text: &str, family: Family| {
-                let subnet = text.parse().ok().filter(|subnet: &Subnet| subnet.family() == family);
-                subnet.ok_or_else(|| wrong(&format!("an {family} subnet")))
-            };
-            let list = |family: Family| {
-                let mut list = Vec::new();
-                for item in value.split(',') {
-                    let subnet = subnet(item, family)?;
-                    if !list.contains(&subnet) {
-                        list.push(subnet);
-                    }
-                }
-                Ok::<_, String>(list)
-            };
-            match key {
-                "FLANNEL_NETWORK" => networks[0] = list(Family::V4)?,
-                "FLANNEL_IPV6_NETWORK" => networks[1] = list(Family::V6)?,
-                "FLANNEL_SUBNET" => subnets.v4 = Some(subnet(value, Family::V4)?),
-                "FLANNEL_IPV6_SUBNET" => subnets.v6 = Some(subnet(value, Family::V6)?),
-                "FLANNEL_MTU" => {
-                    let number = value.parse().ok().filter(|_| !value.starts_with('+'));
-                    mtu = Some(number.ok_or_else(|| wrong("a number of bytes"))?);
-                }
-                "FLANNEL_IPMASQ" => ip_masq = Some(value == "true"),
-                _ => {}
+            found.take(Line { number: number + 1, text: line })?;
+        }
+        found.complete()
+    }
+}
+
+/// A line of the file.
+#[derive(Clone, Copy)]
+struct Line<'a> {
+    /// Counted from 1.
+    number: usize,
+    text: &'a str,
+}
+
+impl<'a> Line<'a> {
+    fn key_and_value(self) -> (&'a str, &'a str) {
+        self.text.split_once('=').unwrap_or((self.text, ""))
+    }
+
+    fn wrong(self, expected: &str) -> String {
+        let (key, value) = self.key_and_value();
+        format!("line {}: {key} is {value:?}, expected {expected}", self.number)
+    }
+
+    /// The subnet in a part of the value.
+    fn subnet(self, part: &str, family: Family) -> Result<Subnet, String> {
+        part.parse()
+            .ok()
+            .filter(|subnet: &Subnet| subnet.family() == family)
+            .ok_or_else(|| self.wrong(&format!("an {family} subnet")))
+    }
+
+    /// The subnets in a value with commas, without duplicates.
+    fn subnets(self, value: &str, family: Family) -> Result<Vec<Subnet>, String> {
+        let mut list = Vec::new();
+        for part in value.split(',') {
+            let subnet = self.subnet(part, family)?;
+            if !list.contains(&subnet) {
+                list.push(subnet);
             }
         }
-        let networks = networks.concat();
-        let missing: Vec<&str> = [
-            (networks.is_empty(), "FLANNEL_NETWORK, FLANNEL_IPV6_NETWORK"),
-            (subnets.is_empty(), "FLANNEL_SUBNET, FLANNEL_IPV6_SUBNET"),
-            (mtu.is_none(), "FLANNEL_MTU"),
-            (ip_masq.is_none(), "FLANNEL_IPMASQ"),
-        ]
-        .into_iter()
-        .filter_map(|(missing, keys)| missing.then_some(keys))
-        .collect();
-        match (mtu, ip_masq) {
+        Ok(list)
+    }
+}
+
+/// The values that the file has so far.
+#[derive(Default)]
+struct Found {
+    networks_v4: Vec<Subnet>,
+    networks_v6: Vec<Subnet>,
+    subnets: Dual<Subnet>,
+    mtu: Option<u32>,
+    ip_masq: Option<bool>,
+}
+
+impl Found {
+    /// Takes the value of a line. Lines with other keys are ignored.
+    fn take(&mut self, line: Line<'_>) -> Result<(), String> {
+        let (key, value) = line.key_and_value();
+        match key {
+            "FLANNEL_NETWORK" => self.networks_v4 = line.subnets(value, Family::V4)?,
+            "FLANNEL_IPV6_NETWORK" => self.networks_v6 = line.subnets(value, Family::V6)?,
+            "FLANNEL_SUBNET" => self.subnets.v4 = Some(line.subnet(value, Family::V4)?),
+            "FLANNEL_IPV6_SUBNET" => self.subnets.v6 = Some(line.subnet(value, Family::V6)?),
+            "FLANNEL_MTU" => {
+                // Rust's parser accepts a sign.
+                let number = value.parse().ok().filter(|_| !value.starts_with('+'));
+                self.mtu = Some(number.ok_or_else(|| line.wrong("a number of bytes"))?);
+            }
+            "FLANNEL_IPMASQ" => self.ip_masq = Some(value == "true"),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// The values, if all are there. The error names the missing keys.
+    fn complete(self) -> Result<SubnetEnv, String> {
+        let networks = [self.networks_v4, self.networks_v6].concat();
+        let mut missing = Vec::new();
+        if networks.is_empty() {
+            missing.push("FLANNEL_NETWORK, FLANNEL_IPV6_NETWORK");
+        }
+        if self.subnets.is_empty() {
+            missing.push("FLANNEL_SUBNET, FLANNEL_IPV6_SUBNET");
+        }
+        if self.mtu.is_none() {
+            missing.push("FLANNEL_MTU");
+        }
+        if self.ip_masq.is_none() {
+            missing.push("FLANNEL_IPMASQ");
+        }
+        match (self.mtu, self.ip_masq) {
             (Some(mtu), Some(ip_masq)) if missing.is_empty() => {
-                Ok(Self { networks, subnets, mtu, ip_masq })
+                Ok(SubnetEnv { networks, subnets: self.subnets, mtu, ip_masq })
             }
             _ => Err(format!("it is missing {}", missing.join(", "))),
         }

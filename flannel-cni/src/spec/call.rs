@@ -70,15 +70,16 @@ pub struct Call {
 }
 
 impl Call {
-    /// Reads the variables; `None` without `CNI_COMMAND`, because then no runtime is the caller.
+    /// Reads the variables. Returns `None` if there is no `CNI_COMMAND`, because then the caller
+    /// is not a runtime.
     ///
     /// # Errors
-    /// [`Code::ENVIRONMENT`]: a variable that the command needs is missing or wrong.
+    /// [`Code::ENVIRONMENT`] if a variable that the command needs is missing or wrong.
     pub fn from_env(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<Self>> {
         let bad = |text: String| Error::new(Code::ENVIRONMENT, text);
-        let text = |name: &str| match variable(name).unwrap_or_default().into_string() {
-            Ok(text) => Ok(text),
-            Err(text) => Err(bad(format!("{name} is {text:?}, expected UTF-8"))),
+        let text = |name: &str| {
+            let value = variable(name).unwrap_or_default().into_string();
+            value.map_err(|value| bad(format!("{name} is {value:?}, expected UTF-8")))
         };
         let command = text("CNI_COMMAND")?;
         if command.is_empty() {
@@ -111,8 +112,8 @@ impl Call {
             let expected = "expected 1 to 15 bytes without /, : and white space, but not . or ..";
             return Err(bad(format!("CNI_IFNAME is {ifname:?}")).with_details(expected));
         }
-        let netns_override = text("CNI_NETNS_OVERRIDE")?;
-        let netns_override = netns_override == "1" || netns_override.eq_ignore_ascii_case("true");
+        let overrides = text("CNI_NETNS_OVERRIDE")?;
+        let netns_override = overrides == "1" || overrides.eq_ignore_ascii_case("true");
         Ok(Some(Self { command, container, ifname, netns, path, netns_override }))
     }
 
@@ -147,8 +148,10 @@ pub(crate) fn is_name(text: &str) -> bool {
 }
 
 fn is_ifname(text: &str) -> bool {
-    let foreign = |c: char| c == '/' || c == ':' || c.is_whitespace();
-    (1..=15).contains(&text.len()) && text != "." && text != ".." && !text.contains(foreign)
+    (1..=15).contains(&text.len())
+        && text != "."
+        && text != ".."
+        && !text.contains(|c: char| c == '/' || c == ':' || c.is_whitespace())
 }
 
 #[cfg(test)]
@@ -156,8 +159,10 @@ mod tests {
     use super::*;
 
     fn call(variables: &[(&str, &str)]) -> Result<Option<Call>> {
-        let find = |name: &str| variables.iter().rev().find(|(known, _)| *known == name);
-        Call::from_env(|name| find(name).map(|(_, value)| OsString::from(value)))
+        Call::from_env(|name| {
+            let (_, value) = variables.iter().rev().find(|(known, _)| *known == name)?;
+            Some(OsString::from(value))
+        })
     }
 
     const WHOLE: [(&str, &str); 5] = [

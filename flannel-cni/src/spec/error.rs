@@ -14,7 +14,7 @@ pub struct Code(pub u64);
 impl Code {
     /// The plugin does not support the config's version, or that version lacks the operation.
     pub const INCOMPATIBLE_VERSION: Self = Self(1);
-    /// The container is unknown: there is nothing to clean up.
+    /// The container is unknown, so there is nothing to clean up.
     pub const UNKNOWN_CONTAINER: Self = Self(3);
     /// A `CNI_` variable is missing or wrong.
     pub const ENVIRONMENT: Self = Self(4);
@@ -26,9 +26,9 @@ impl Code {
     pub const NETWORK_CONFIG: Self = Self(7);
     /// `CNI_NETNS` is the plugin's own network namespace.
     pub const NETNS: Self = Self(8);
-    /// A transient condition: the runtime should call again later.
+    /// A transient condition. The runtime should call again later.
     pub const TRY_AGAIN_LATER: Self = Self(11);
-    /// STATUS: pods cannot be added now.
+    /// An answer to STATUS: pods cannot be added now.
     pub const NOT_AVAILABLE: Self = Self(50);
     /// Anything else.
     pub const INTERNAL: Self = Self(999);
@@ -43,10 +43,10 @@ pub struct Error {
     pub code: Code,
     /// The error, with the object and the expected value.
     pub msg: String,
-    /// Details; often empty.
+    /// More about the error, or nothing.
     pub details: String,
-    /// The version of the error object: that of the config, or the latest before the config is
-    /// parsed.
+    /// The version of the error object. It is the version of the config, or the latest version if
+    /// the config could not be parsed.
     pub version: SpecVersion,
 }
 
@@ -92,7 +92,7 @@ impl Error {
         out + "\n}\n"
     }
 
-    /// Parses a delegate's error object; `None` if it is none.
+    /// Parses a delegate's error object. Returns `None` if the text is not an error object.
     pub(crate) fn from_json(bytes: &[u8]) -> Option<Self> {
         let object: Map<String, Value> = serde_json::from_slice(bytes).ok()?;
         let code = object.get("code").and_then(Value::as_u64)?;
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_without_a_numeric_code_is_no_error_object() {
+    fn a_text_without_a_numeric_code_is_not_an_error_object() {
         for other in
             ["", "null", "[]", "{}", r#"{"msg":"x"}"#, r#"{"code":"7","msg":"x"}"#, "panic: x"]
         {

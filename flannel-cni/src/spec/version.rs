@@ -12,13 +12,13 @@ const TEXTS: [&str; 7] = ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", 
 impl SpecVersion {
     /// The version of a config that names none.
     pub const OLDEST: Self = Self(0);
-    /// The first one with CHECK.
+    /// The first version with CHECK.
     pub const WITH_CHECK: Self = Self(4);
-    /// The first one with STATUS and GC.
+    /// The first version with STATUS and GC.
     pub const WITH_STATUS_AND_GC: Self = Self(6);
-    /// The newest one.
+    /// The newest version.
     pub const LATEST: Self = Self(6);
-    /// All of them, the oldest first.
+    /// All versions, the oldest first.
     pub const ALL: [Self; 7] = [Self(0), Self(1), Self(2), Self(3), Self(4), Self(5), Self(6)];
 
     /// The text, such as `1.0.0`.
@@ -84,7 +84,8 @@ mod tests {
             (SpecVersion::WITH_STATUS_AND_GC, "1.1.0"),
             (SpecVersion::LATEST, "1.1.0"),
         ] {
-            assert_eq!((version.to_string().as_str(), text.parse()), (text, Ok(version)));
+            assert_eq!(version.to_string(), text);
+            assert_eq!(text.parse(), Ok(version));
         }
         for bad in ["", "1", "1.0", "2.0.0", "v1.0.0", "1.1.0 "] {
             bad.parse::<SpecVersion>().unwrap_err();
@@ -92,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn the_texts_equal_those_of_the_go_plugin() {
+    fn the_texts_equal_the_texts_of_the_go_plugin() {
         assert_eq!(
             SpecVersion::list(),
             "{\"cniVersion\":\"1.1.0\",\"supportedVersions\":[\"0.1.0\",\"0.2.0\",\

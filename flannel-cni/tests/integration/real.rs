@@ -142,8 +142,14 @@ impl Node {
         names
     }
 
+    /// Files of the plugin.
     fn state(&self) -> Vec<String> {
         names(&self.dir.path().join("flannel"))
+    }
+
+    fn assert_nothing_is_left(&self) {
+        assert_eq!(self.reserved(), [""; 0]);
+        assert_eq!(self.state(), [""; 0]);
     }
 }
 
@@ -157,13 +163,14 @@ fn with_result(conf: &Value, result: &Value) -> Value {
 
 /// The addresses and gateways of a result.
 fn addresses(result: &Value) -> (Dual<IpAddr>, Dual<IpAddr>) {
-    let ips = result["ips"].as_array().unwrap();
-    let address = |ip: &Value| -> IpAddr {
-        let text = ip["address"].as_str().unwrap();
-        text.split('/').next().unwrap().parse().unwrap()
-    };
-    let gateway = |ip: &Value| -> IpAddr { ip["gateway"].as_str().unwrap().parse().unwrap() };
-    (ips.iter().map(address).collect(), ips.iter().map(gateway).collect())
+    let mut addresses = Vec::<IpAddr>::new();
+    let mut gateways = Vec::<IpAddr>::new();
+    for ip in result["ips"].as_array().unwrap() {
+        let (address, _) = ip["address"].as_str().unwrap().split_once('/').unwrap();
+        addresses.push(address.parse().unwrap());
+        gateways.push(ip["gateway"].as_str().unwrap().parse().unwrap());
+    }
+    (addresses.into_iter().collect(), gateways.into_iter().collect())
 }
 
 /// A client inside `from` connects to `peer` and exchanges bytes with a server inside `to` that
@@ -233,7 +240,7 @@ fn a_pod_is_connected_and_disconnected(families: &[Family]) {
 
     node.del(&pod, &flannel, &result).unwrap();
     assert!(!pod.ip("link").contains("eth0"));
-    assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+    node.assert_nothing_is_left();
     node.del(&pod, &flannel, &result).unwrap();
     node.call("DEL", &lo, &loopback).unwrap();
 }
@@ -285,7 +292,7 @@ fn portmap_behind_flannel_maps_a_port_to_the_pod() {
                 .unwrap();
             assert_eq!(closed.unwrap_err().kind(), std::io::ErrorKind::ConnectionRefused);
         }
-        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+        node.assert_nothing_is_left();
     });
 }
 
@@ -314,7 +321,8 @@ fn a_pod_whose_namespace_is_gone_releases_its_address() {
     as_root(|| {
         let node = Node::alone(&Family::BOTH, true);
         // A path that disappears with the namespace. The number of an open file may be reused.
-        let (namespace, dir) = (Namespace::new("pod-1").unwrap(), tempfile::tempdir().unwrap());
+        let namespace = Namespace::new("pod-1").unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("netns");
         std::os::unix::fs::symlink(namespace.path(), &path).unwrap();
         let attach = Attach::new("pod-1", "eth0", &path);
@@ -325,7 +333,7 @@ fn a_pod_whose_namespace_is_gone_releases_its_address() {
         drop(namespace);
         assert_eq!(node.reserved().len(), 2);
         node.del(&gone, &plugins, &result).unwrap();
-        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+        node.assert_nothing_is_left();
     });
 }
 
@@ -354,7 +362,7 @@ fn after_a_reboot_pods_release_their_addresses(ip_masq: bool) {
             node.del(&gone, &plugins, &result).unwrap();
         }
     }
-    assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+    node.assert_nothing_is_left();
 }
 
 #[test]
@@ -395,7 +403,7 @@ fn a_pod_of_the_go_plugin_releases_its_address() {
         node.check(&pod, &plugins, &result).unwrap();
         node.del(&pod, &plugins, &result).unwrap();
         assert!(!pod.ip("link").contains("eth0"));
-        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+        node.assert_nothing_is_left();
         node.del(&pod, &plugins, &result).unwrap();
     });
 }
@@ -429,7 +437,7 @@ fn an_incomplete_del_is_completed_by_the_next_del() {
         assert!(error["msg"].as_str().unwrap().contains("host-local"), "{error}");
         assert_eq!((node.reserved().len(), node.state().len()), (2, 2));
         del(&plugins()).unwrap();
-        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+        node.assert_nothing_is_left();
         assert!(!pod.ip("link").contains("eth0"));
     });
 }
@@ -463,7 +471,7 @@ fn every_version_of_the_plugins_connects_a_pod() {
                 node.check(&pod, &plugins, &result).unwrap_err();
             }
             node.del(&pod, &plugins, &result).unwrap();
-            assert_eq!((node.reserved(), node.state()), (vec![], vec![]), "{version}");
+            node.assert_nothing_is_left();
         }
     });
 }
@@ -478,7 +486,8 @@ fn an_add_without_a_free_address_leaves_nothing_behind() {
             .replace("10.244.5.1/24", "10.244.5.1/30");
         fs::write(&node.subnet_file, env).unwrap();
         let plugins = [node.conf(&json!({}))];
-        let (first, second) = (Sandbox::new("pod-1"), Sandbox::new("pod-2"));
+        let first = Sandbox::new("pod-1");
+        let second = Sandbox::new("pod-2");
         let result = node.add(&first, &plugins).unwrap();
         let error = node.add(&second, &plugins).unwrap_err();
         assert!(error["msg"].as_str().unwrap().contains("no IP addresses available"), "{error}");
@@ -536,7 +545,7 @@ fn pods_reach_each_other(backend: &str, families: &[Family]) {
     for (node, pod, plugins, result) in &nodes {
         node.check(pod, plugins, result).unwrap();
         node.del(pod, plugins, result).unwrap();
-        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+        node.assert_nothing_is_left();
     }
 }
 

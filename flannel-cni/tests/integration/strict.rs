@@ -74,12 +74,13 @@ impl Host {
     fn called(&self) -> Vec<Called> {
         let text = fs::read_to_string(self.path("calls")).unwrap_or_default();
         let _ = fs::remove_file(self.path("calls"));
-        let called = |line: &str| {
-            let (command, rest) = line.split_once('|').unwrap();
-            let (of, conf) = rest.rsplit_once("|{").unwrap();
-            Called { command: command.into(), of: of.into(), conf: format!("{{{conf}") }
-        };
-        text.lines().map(called).collect()
+        text.lines()
+            .map(|line| {
+                let (command, rest) = line.split_once('|').unwrap();
+                let (of, conf) = rest.rsplit_once("|{").unwrap();
+                Called { command: command.into(), of: of.into(), conf: format!("{{{conf}") }
+            })
+            .collect()
     }
 
     fn commands(&self) -> Vec<String> {
@@ -102,8 +103,14 @@ impl Host {
         names(&self.path("state"))
     }
 
+    /// The interfaces that the delegate has made.
     fn attached(&self) -> Vec<String> {
         names(&self.path("attached"))
+    }
+
+    fn assert_nothing_is_left(&self) {
+        assert_eq!(self.attached(), [""; 0]);
+        assert_eq!(self.state(), [""; 0]);
     }
 }
 
@@ -155,7 +162,8 @@ fn every_version_of_the_specification_is_supported() {
         ("1.0.0", true),
         ("1.1.0", true),
     ] {
-        let (host, env) = (Host::new(), [("STRICT_VERSION", version)]);
+        let host = Host::new();
+        let env = [("STRICT_VERSION", version)];
         let conf = host.conf(&json!({ "cniVersion": version })).to_string();
         let added = answer(&host.output("ADD", ETH0, &conf, &env)).unwrap();
         assert_eq!(added["cniVersion"], version);
@@ -167,15 +175,15 @@ fn every_version_of_the_specification_is_supported() {
         assert_eq!(called.len(), usize::from(checks), "{version}");
         for call in called {
             let conf: Value = serde_json::from_str(&call.conf).unwrap();
-            assert_eq!(
-                (&*call.command, &conf["prevResult"], &conf["cniVersion"]),
-                ("CHECK", &added, &json!(version))
-            );
+            assert_eq!(call.command, "CHECK");
+            assert_eq!(conf["prevResult"], added);
+            assert_eq!(conf["cniVersion"], version);
         }
         assert_eq!(answer(&host.output("DEL", ETH0, &conf, &env)), Ok(Value::Null), "{version}");
-        assert_eq!((host.attached(), host.state()), (vec![], vec![]), "{version}");
+        host.assert_nothing_is_left();
     }
-    let (host, env) = (Host::new(), [("STRICT_VERSION", "none"), ("STRICT_ANSWER", "{}")]);
+    let host = Host::new();
+    let env = [("STRICT_VERSION", "none"), ("STRICT_ANSWER", "{}")];
     let mut conf = host.conf(&json!({}));
     conf.as_object_mut().unwrap().remove("cniVersion");
     let added = answer(&host.output("ADD", ETH0, &conf.to_string(), &env)).unwrap();
@@ -198,16 +206,15 @@ fn the_state_is_removed_when_the_delegates_del_has_succeeded() {
     for _ in 0..2 {
         let error = host.call("DEL", ETH0, &json!({})).unwrap_err();
         assert_eq!(error, json!({ "cniVersion": "1.1.0", "code": 11, "msg": "busy" }));
-        assert_eq!(
-            (host.commands(), host.state()),
-            (vec![format!("DEL c1|eth0|{NETNS}|")], vec!["c1".into(), "c1:eth0".into()])
-        );
+        assert_eq!(host.commands(), [format!("DEL c1|eth0|{NETNS}|")]);
+        assert_eq!(host.state(), ["c1", "c1:eth0"]);
     }
     host.repair("DEL");
     // DEL needs neither subnet.env nor `delegate`.
     fs::remove_file(host.path("subnet.env")).unwrap();
     host.call("DEL", ETH0, &json!({ "delegate": { "type": "other" } })).unwrap();
-    assert_eq!((host.attached(), host.state(), host.called().len()), (vec![], vec![], 1));
+    host.assert_nothing_is_left();
+    assert_eq!(host.called().len(), 1);
     host.call("DEL", ETH0, &json!({})).unwrap();
     assert_eq!(host.called(), [], "there is nothing left to undo");
 }
@@ -221,7 +228,7 @@ fn del_without_the_plugin_keeps_the_state() {
     assert!(error["code"] == 7 && error["msg"].as_str().unwrap().contains("\"bridge\""), "{error}");
     fs::rename(host.path("bridge"), host.path("bin/bridge")).unwrap();
     host.call("DEL", ETH0, &json!({})).unwrap();
-    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+    host.assert_nothing_is_left();
 }
 
 /// The id of a container's process may be reused by a process of the host.
@@ -270,7 +277,7 @@ fn del_of_a_damaged_state_uses_the_current_config() {
             fs::rename(host.path("gone"), host.path("subnet.env")).unwrap();
             assert_eq!(answer(&del()), Ok(Value::Null));
             assert_eq!(host.called()[0].conf, DELEGATE, "{damaged} {file}");
-            assert_eq!((host.attached(), host.state()), (vec![], vec![]), "{damaged} {file}");
+            host.assert_nothing_is_left();
         }
     }
 }
@@ -283,13 +290,11 @@ fn every_interface_of_a_container_has_its_own_state() {
     assert_eq!(host.attached(), ["c1:eth0", "c1:net1"]);
     host.called();
     host.call("DEL", ETH0, &json!({})).unwrap();
-    assert_eq!(
-        (host.attached(), host.state()),
-        (vec!["c1:net1".into()], vec!["c1".into(), "c1:net1".into()])
-    );
+    assert_eq!(host.attached(), ["c1:net1"]);
+    assert_eq!(host.state(), ["c1", "c1:net1"]);
     assert!(!host.called()[0].conf.contains("runtimeConfig"));
     host.call("DEL", NET1, &json!({})).unwrap();
-    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+    host.assert_nothing_is_left();
     assert_eq!(host.called()[0].conf, DELEGATE);
 }
 
@@ -323,29 +328,24 @@ fn an_add_that_fails_is_undone() {
     assert_eq!(error, json!({ "cniVersion": "1.1.0", "code": 999, "msg": "half way" }));
     let of = format!("c1|eth0|{NETNS}|");
     assert_eq!(host.commands(), [format!("ADD {of}"), format!("DEL {of}")]);
-    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+    host.assert_nothing_is_left();
 
     host.fail("DEL", 999, "stuck");
     let error = host.call("ADD", ETH0, &json!({})).unwrap_err();
-    assert_eq!(
-        (&error["msg"], &error["details"]),
-        (&json!("half way"), &json!("cleaning up after it failed too: stuck"))
-    );
+    assert_eq!(error["msg"], "half way");
+    assert_eq!(error["details"], "cleaning up after it failed too: stuck");
     assert_eq!(host.attached(), ["c1:eth0"]);
     host.repair("DEL");
     host.call("DEL", ETH0, &json!({})).unwrap();
-    assert_eq!(
-        (host.attached(), host.state()),
-        (vec![], vec![]),
-        "the state for the retry was kept"
-    );
+    // The state for the retry was kept.
+    host.assert_nothing_is_left();
 
     host.repair("ADD");
     let conf = host.conf(&json!({})).to_string();
     let error =
         answer(&host.output("ADD", ETH0, &conf, &[("STRICT_ANSWER", "done!")])).unwrap_err();
     assert!(error["code"] == 6 && error["msg"].as_str().unwrap().contains("\"done!\""), "{error}");
-    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+    host.assert_nothing_is_left();
 }
 
 #[test]
@@ -382,7 +382,7 @@ fn a_container_of_the_go_plugin_is_checked_and_disconnected() {
     host.repair("DEL");
     host.called();
     host.call("DEL", ETH0, &json!({})).unwrap();
-    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+    host.assert_nothing_is_left();
     assert_eq!(host.called()[0].conf, DELEGATE);
 }
 
@@ -416,10 +416,8 @@ fn check_calls_the_delegate_in_the_configs_version() {
         json!({ "prevResult": { "cniVersion": "1.1.0", "ips": [{ "address": "10.1.5.2/24" }] } });
     assert_eq!(host.call("CHECK", ETH0, &result), Ok(Value::Null));
     let conf: Value = serde_json::from_str(&host.called()[0].conf).unwrap();
-    assert_eq!(
-        (&conf["prevResult"], &conf["cniVersion"]),
-        (&result["prevResult"], &json!("1.1.0"))
-    );
+    assert_eq!(conf["prevResult"], result["prevResult"]);
+    assert_eq!(conf["cniVersion"], "1.1.0");
     host.fail("CHECK", 123, "the address is gone");
     assert_eq!(host.call("CHECK", ETH0, &result).unwrap_err()["code"], 123);
     let error = host.call("CHECK", NET1, &result).unwrap_err();
@@ -497,10 +495,8 @@ fn gc_undoes_invalid_attachments_and_calls_the_delegate() {
     fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
     host.called();
     let error = gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap_err();
-    assert_eq!(
-        (&error["msg"], &error["details"]),
-        (&json!("stuck"), &json!("stuck; stuck; no gc"))
-    );
+    assert_eq!(error["msg"], "stuck");
+    assert_eq!(error["details"], "stuck; stuck; no gc");
     assert_eq!(host.called().len(), 4);
     for kept in ["c5:eth0", "go-stale"] {
         assert!(host.state().contains(&kept.to_owned()), "{kept}");
@@ -553,7 +549,8 @@ fn gc_undoes_attachments_of_the_go_plugin(names: &[&str], reserved: &[(&str, &st
     attached.iter().for_each(|name| fs::write(host.path("attached").join(name), "").unwrap());
     let gc = || {
         let conf = host.conf(&json!({ "cni.dev/valid-attachments": [] })).to_string();
-        let (attach, path) = (Attach::new("", "", Path::new("")), host.path("bin"));
+        let attach = Attach::new("", "", Path::new(""));
+        let path = host.path("bin");
         let env = [("STRICT_GC", "nothing")];
         answer(&call(&flannel(), "GC", &attach, path.to_str().unwrap(), &conf, None, &env))
     };
@@ -562,14 +559,15 @@ fn gc_undoes_attachments_of_the_go_plugin(names: &[&str], reserved: &[(&str, &st
     assert_eq!((host.attached(), host.state()), (attached, vec!["go-stale".into()]));
     host.repair("DEL");
     assert_eq!(gc(), Ok(Value::Null));
-    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+    host.assert_nothing_is_left();
 }
 
 #[test]
 fn bad_input_gets_an_error_object_and_changes_nothing() {
     let host = Host::new();
     let whole = host.conf(&json!({})).to_string();
-    let (long, huge) = ("c".repeat(300), " ".repeat(5 << 20));
+    let long = "c".repeat(300);
+    let huge = " ".repeat(5 << 20);
     for (command, of, conf, code, says) in [
         ("ADD", ETH0, &*huge, 6, "the network config has more than 4194304 bytes"),
         ("ADD", (&*long, "eth0"), &whole, 5, "File name too long"),
@@ -658,10 +656,8 @@ fn version_needs_no_input_and_a_manual_call_prints_the_versions() {
         .output()
         .unwrap();
     let version = answer(&version).unwrap();
-    assert_eq!(
-        (&version["cniVersion"], version["supportedVersions"].as_array().unwrap().len()),
-        (&json!("1.1.0"), 7)
-    );
+    assert_eq!(version["cniVersion"], "1.1.0");
+    assert_eq!(version["supportedVersions"].as_array().unwrap().len(), 7);
     let person = std::process::Command::new(flannel()).env_clear().output().unwrap();
     let message = String::from_utf8(person.stderr).unwrap();
     assert!(person.status.success() && person.stdout.is_empty());
@@ -677,7 +673,8 @@ fn version_needs_no_input_and_a_manual_call_prints_the_versions() {
 #[test]
 fn the_state_is_synced_before_the_delegate_runs() {
     let host = Host::new();
-    let (traced, trace) = (host.path("traced"), host.path("trace"));
+    let traced = host.path("traced");
+    let trace = host.path("trace");
     let text = format!(
         "#!/bin/sh\nexec strace -f -y -qq -o {} -e trace=fsync,/^rename,execve {}\n",
         trace.display(),
@@ -692,9 +689,9 @@ fn the_state_is_synced_before_the_delegate_runs() {
         answer(&output).unwrap_or_else(|error| panic!("{error} (strace is needed)"));
         let calls = fs::read_to_string(&trace).unwrap();
         let at = |what: &str, of: &Path| {
-            let is = |line: &&str| line.contains(what) && line.contains(&of.display().to_string());
-            let found = calls.lines().position(|line| is(&line));
-            found.unwrap_or_else(|| panic!("{time} ADD: no {what} of {}: {calls}", of.display()))
+            let of = of.display().to_string();
+            let found = calls.lines().position(|line| line.contains(what) && line.contains(&of));
+            found.unwrap_or_else(|| panic!("{time} ADD: no {what} of {of}: {calls}"))
         };
         let state = host.path("state");
         // As after a reboot of the host.

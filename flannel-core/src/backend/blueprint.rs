@@ -10,15 +10,41 @@ use crate::object::{Object, Route, State, Via};
 use crate::status::Rejection;
 
 /// The description of a network of kernel objects, for the route engine.
+///
+/// ```
+/// use flannel_core::backend::Blueprint;
+/// use flannel_core::kernel::Footprint;
+/// use flannel_core::object::{LinkName, Route, Via};
+///
+/// let eth0: LinkName = "eth0".parse().unwrap();
+/// let mut footprint = Footprint::default();
+/// footprint.networks = vec!["10.1.0.0/16".parse().unwrap()];
+/// footprint.routes_on = [eth0].into();
+/// let blueprint = Blueprint::new(1500, move |subnets, offer, _env, objects| {
+///     for peer in offer.endpoints(subnets) {
+///         let Some(gateway) = peer.public else { continue };
+///         let via = Via::Gateway { gateway, link: eth0, onlink: false };
+///         objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
+///     }
+///     Ok(())
+/// })
+/// .with_footprint(footprint);
+/// assert_eq!(blueprint.mtu, 1500);
+/// ```
+#[non_exhaustive]
 pub struct Blueprint {
-    /// The [`Offer::kind`] of the offers that `plan` gets; `None`: any.
+    /// The [`Offer::kind`] of the offers that `plan` gets; `None` for all offers. A backend leaves
+    /// it `None`: `flannel_route::Host` fills in
+    /// [`Backend::lease_type`](crate::Backend::lease_type), except with `any_lease_type`.
     pub lease_type: Option<&'static str>,
+    /// Whether a backend's `plan` gets the offers of all backend types.
+    pub any_lease_type: bool,
     /// The size of the largest packet that pods may send, in bytes.
     pub mtu: u32,
     /// The code that moves the packets, as text for the status; empty for backends with one way.
     pub path: &'static str,
-    /// Packets pass only after a handshake with the peer, which its plan's WireGuard peer needs.
-    /// While a node moves to this backend, a peer is reached by the other one until then.
+    /// Peers are reachable only after a WireGuard handshake. While a node moves to this backend, it
+    /// reaches a peer by the other backend until then.
     pub handshakes: bool,
     /// The kernel objects that the network owns. It must own all objects of `base` and `plan`: the
     /// others are reported as failing, and are not put.
@@ -31,7 +57,7 @@ pub struct Blueprint {
 
 impl Blueprint {
     /// A network with only the objects that `plan` adds for each peer. Its footprint is empty: set
-    /// [`Blueprint::footprint`] to the objects that the network owns.
+    /// it [`with_footprint`](Self::with_footprint). `mtu` is in bytes.
     pub fn new(
         mtu: u32,
         plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejection>
@@ -41,6 +67,7 @@ impl Blueprint {
     ) -> Self {
         Self {
             lease_type: None,
+            any_lease_type: false,
             mtu,
             path: "",
             handshakes: false,
@@ -48,6 +75,42 @@ impl Blueprint {
             base: State::default(),
             plan: Box::new(plan),
         }
+    }
+
+    /// Sets [`Blueprint::lease_type`].
+    #[must_use]
+    pub fn with_lease_type(self, lease_type: &'static str) -> Self {
+        Self { lease_type: Some(lease_type), ..self }
+    }
+
+    /// Gives the plan the offers of all backend types.
+    #[must_use]
+    pub fn with_any_lease_type(self) -> Self {
+        Self { any_lease_type: true, ..self }
+    }
+
+    /// Sets [`Blueprint::path`].
+    #[must_use]
+    pub fn with_path(self, path: &'static str) -> Self {
+        Self { path, ..self }
+    }
+
+    /// Sets [`Blueprint::handshakes`].
+    #[must_use]
+    pub fn with_handshakes(self) -> Self {
+        Self { handshakes: true, ..self }
+    }
+
+    /// Sets [`Blueprint::footprint`].
+    #[must_use]
+    pub fn with_footprint(self, footprint: Footprint) -> Self {
+        Self { footprint, ..self }
+    }
+
+    /// Sets [`Blueprint::base`].
+    #[must_use]
+    pub fn with_base(self, base: State) -> Self {
+        Self { base, ..self }
     }
 
     /// The same network if the config requires encryption. Packets to addresses of the pod

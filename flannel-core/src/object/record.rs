@@ -39,7 +39,7 @@ impl Record {
     }
 
     /// The same record of this node itself, which refuses what does not belong to a peer. It is put
-    /// only when the leases are complete, and after the records of all peers. A record of an earlier
+    /// only when the leases are complete, and after the records of all peers. One of an earlier
     /// run stays meanwhile if it is equal, and is deleted at once if it is not: it would refuse
     /// packets by an address or a port that this node no longer has.
     #[must_use]

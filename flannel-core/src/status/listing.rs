@@ -2,8 +2,7 @@
 
 use std::fmt;
 
-/// A sorted map. With the value type `()` it is a sorted set. A clone is O(1). It is not the
-/// `Listing` of `flannel-subnet`, which is the content of a store.
+/// A sorted map. With the value type `()` it is a sorted set. A clone is O(1).
 #[derive(Clone, PartialEq, Eq)]
 pub struct Listing<K: Ord, V = ()>(imbl::OrdMap<K, V>);
 

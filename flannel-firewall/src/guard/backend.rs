@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Built, Datapath, ExternalInterface, Node, Plan, Prepared, SourceCheck,
+    Blueprint, Datapath, ExternalInterface, Node, Plan, Prepared, SourceCheck,
 };
 use flannel_core::kernel::{Annex, Footprint};
 use flannel_core::object::{LinkKind, LinkName, Object};
@@ -19,22 +19,23 @@ use super::end::TunnelEnd;
 /// What [`Guarded`] does if the config has no `SourceCheck`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Usual {
-    /// As with `false`.
+    /// Does not check packets, as with `"SourceCheck": false`.
     Off,
-    /// As with `true`, if the kernel can do it. If not, the status has a warning.
+    /// Drops wrong packets, as with `"SourceCheck": true`, if the kernel can do it. If not, the
+    /// status has a warning.
     IfPossible,
-    /// As with `true`. If the kernel cannot do it, the backend has to
-    /// ([`Node::unguarded`](flannel_core::backend::Node::unguarded)).
+    /// Drops wrong packets, as with `"SourceCheck": true`. If the kernel cannot do it, the backend
+    /// has to ([`Node::unguarded`](flannel_core::backend::Node::unguarded)).
     Always,
 }
 
 /// A backend with a tunnel, and a [`Guard`] of this tunnel. It has one more option:
 /// [`SourceCheck`].
 ///
-/// The tunnel is what the backend says of it: the devices and the inlets of its
-/// [datapath](Backend::datapath). Each device carries packets of its family, between addresses of
-/// that family: with one device for both families, a check is refused. Peers are the offers that
-/// its plan accepts, with their public addresses.
+/// The [datapath](Backend::datapath) of the backend describes the tunnel: its devices and inlets.
+/// Each device carries packets of its family, between addresses of that family. If the backend has
+/// one device for both families, a check is refused. The peers are the offers that the plan of the
+/// backend accepts, with their public addresses.
 ///
 /// ```
 /// use flannel_backend_vxlan::VxlanBackend;
@@ -53,23 +54,26 @@ pub struct Guarded<B> {
 }
 
 impl<B: Backend> Guarded<B> {
-    /// The backend `inner` with a guard. `name`: see [`Guard::new`].
+    /// The backend `inner` with a guard, which has the name `name` ([`Guard::new`]).
     pub fn new(inner: B, name: &'static str, usual: Usual) -> Self {
         Self { inner, guard: Guard::new(name), usual, option_names: OnceLock::new() }
     }
 
     fn check(&self, config: &Config) -> Result<SourceCheck> {
-        let check = SourceCheck::parse(&config.backend);
-        let check = check.map_err(|error| self.refuse(error.to_string()))?;
-        let usual = if self.usual == Usual::Off { SourceCheck::Off } else { SourceCheck::Drop };
-        Ok(check.unwrap_or(usual))
+        let check =
+            SourceCheck::parse(&config.backend).map_err(|error| self.refuse(error.to_string()))?;
+        Ok(match check {
+            Some(check) => check,
+            None if self.usual == Usual::Off => SourceCheck::Off,
+            None => SourceCheck::Drop,
+        })
     }
 
     fn refuse(&self, reason: String) -> Error {
         Error::Backend { backend: self.inner.kind().to_owned(), reason }
     }
 
-    /// Why the kernel cannot keep the guard; `None`: it can, or need not.
+    /// Why the kernel cannot keep the guard, or `None` if it can, or need not.
     ///
     /// # Errors
     /// The config demands it, and the backend cannot do it in place of the kernel.
@@ -167,7 +171,7 @@ impl<B: Backend> Backend for Guarded<B> {
         let node = node.clone().with_guard(unguarded.as_deref());
         let prepared = self.inner.prepare(&node, config).await?;
         let datapath = self.inner.datapath(config)?;
-        let end = |family: Family| {
+        let ends = Dual::from_fn(|family: Family| {
             config.networks[family].as_ref()?;
             Some(TunnelEnd {
                 drops: check == SourceCheck::Drop,
@@ -175,37 +179,32 @@ impl<B: Backend> Backend for Guarded<B> {
                 local: node.uplink.address[family]?,
                 inlets: datapath.inlets.clone(),
             })
-        };
-        let ends = Dual::from_fn(end);
+        });
         let guard = self.guard.clone();
         let is_wanted = check != SourceCheck::Off;
-        Ok(Prepared::new(prepared.offer, move |lease| match (prepared.build)(lease)? {
-            Built::Kernel(mut blueprint) => {
-                blueprint.footprint.annexes.insert(guard.name());
-                let by_program = moves_by_program(&blueprint, &ends);
-                // A program checks the packets itself.
-                guard.note_unable(unguarded.clone().filter(|_| !by_program));
-                if is_wanted && unguarded.is_none() {
-                    let own = lease.lease().subnets;
-                    blueprint = guard_network(blueprint, &guard, &ends, by_program, own);
-                }
-                Ok(Built::Kernel(blueprint))
+        Ok(prepared.map_blueprint(move |mut blueprint, lease| {
+            blueprint.footprint.annexes.insert(guard.name());
+            let by_program = moves_by_program(&blueprint, &ends);
+            // A program checks the packets itself.
+            guard.note_unable(unguarded.clone().filter(|_| !by_program));
+            if is_wanted && unguarded.is_none() {
+                let own = lease.lease().subnets;
+                blueprint = guard_network(blueprint, &guard, &ends, by_program, own);
             }
-            built @ Built::Custom(_) => Ok(built),
+            blueprint
         }))
     }
 }
 
 /// Whether a program has the other end of the tunnel's device.
 fn moves_by_program(blueprint: &Blueprint, ends: &Dual<TunnelEnd>) -> bool {
-    let is_tun = |object: &Object| match object {
+    blueprint.base.iter().any(|object| match object {
         Object::Link(link) => {
             let is_of_tunnel = ends.values().any(|end| end.device == Some(link.name));
             is_of_tunnel && matches!(link.kind, LinkKind::Tun(_))
         }
         _ => false,
-    };
-    blueprint.base.iter().any(is_tun)
+    })
 }
 
 /// Adds the records of the guard to a network.
@@ -218,15 +217,17 @@ fn guard_network(
 ) -> Blueprint {
     let families = ends.map(|_, _| ());
     for mut end in ends.values().cloned() {
-        end.device = end.device.filter(|_| !by_program);
+        if by_program {
+            end.device = None;
+        }
         blueprint.base.insert(guard.tunnel(&end));
     }
-    let plan = blueprint.plan;
-    blueprint.plan = guarded_plan(plan, guard.clone(), families, own);
+    blueprint.plan = guarded_plan(blueprint.plan, guard.clone(), families, own);
     blueprint
 }
 
-/// The plan with a record for each subnet of a peer for which `plan` has an object.
+/// A plan with the objects of `plan`, and a record of the guard for each subnet of a peer for which
+/// `plan` has an object.
 fn guarded_plan(plan: Box<Plan>, guard: Guard, families: Dual<()>, own: Subnets) -> Box<Plan> {
     Box::new(move |subnets, offer, env, objects| {
         let before = objects.len();

@@ -17,13 +17,13 @@ const PROTOCOL: &str = "IP protocol ";
 pub struct TunnelEnd {
     /// Whether packets of strangers are dropped. If not, they are only counted.
     pub drops: bool,
-    /// The device by which the packets arrive after the tunnel. `None`: a program moves the
-    /// packets, and checks their sources itself. Then the guard refuses only packets that arrive
+    /// The device by which the packets arrive after the tunnel. `None` if a program moves the
+    /// packets and checks their sources itself. Then the guard refuses only packets that arrive
     /// by a device on which no peer can be, and packets of pods to nodes.
     pub device: Option<LinkName>,
     /// The address at which the packets of the tunnel arrive.
     pub local: IpAddr,
-    /// The packets of the tunnel.
+    /// The ports or protocols of the packets of the tunnel.
     pub inlets: Vec<Inlet>,
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for TunnelEnd {
 }
 
 impl TunnelEnd {
-    /// The end with this address and text; `None` if the text is not one of an end.
+    /// The end with this address and text, or `None` if the text does not describe an end.
     pub(super) fn parse(local: IpAddr, text: &str) -> Option<Self> {
         let (verb, rest) = text.split_once(AT)?;
         let drops = match verb {
@@ -59,8 +59,10 @@ impl TunnelEnd {
 }
 
 fn inlet(text: &str) -> Option<Inlet> {
-    let udp = || text.strip_prefix(UDP)?.parse().ok().map(Inlet::Udp);
-    udp().or_else(|| text.strip_prefix(PROTOCOL)?.parse().ok().map(Inlet::Protocol))
+    if let Some(port) = text.strip_prefix(UDP) {
+        return port.parse().ok().map(Inlet::Udp);
+    }
+    text.strip_prefix(PROTOCOL)?.parse().ok().map(Inlet::Protocol)
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! The programs `iptables-save` and `iptables-restore`, and those of IPv6. No other module of this
-//! crate starts processes.
+//! The programs `iptables-save` and `iptables-restore`, and the same programs for IPv6. No other
+//! module of this crate starts processes.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -24,10 +24,10 @@ const INHERITED: [&str; 2] = ["XTABLES_LIBDIR", "XTABLES_LOCKFILE"];
 pub struct Programs {
     /// The variant. The default is the program named `iptables`.
     pub variant: Variant,
-    /// The directories to search, separated by `:`; `None` for `PATH`, `/usr/sbin` and `/sbin`.
+    /// The directories to search, separated by `:`. `None` for `PATH`, `/usr/sbin` and `/sbin`.
     pub path: Option<OsString>,
-    /// The lock file of `iptables-legacy`, whose use shows that rules may have changed; `None` for
-    /// that of the environment (`XTABLES_LOCKFILE`), or else `/run/xtables.lock`.
+    /// The lock file of `iptables-legacy`, whose use shows that rules may have changed. `None` for
+    /// the file in the environment variable `XTABLES_LOCKFILE`, or else `/run/xtables.lock`.
     pub lock: Option<PathBuf>,
 }
 
@@ -49,27 +49,34 @@ impl Variant {
 }
 
 impl Programs {
-    /// The programs for a family; an error if one is not installed.
+    /// The programs for a family. An error if one is not installed.
     pub(crate) fn find(&self, family: Family) -> Result<Tool, Error> {
         let name = name(family, self.variant);
-        let found = |program: &str| {
-            let searched = self.path.clone().unwrap_or_else(usual_path);
-            let path = std::env::split_paths(&searched)
-                .map(|dir| dir.join(program))
-                .find(|path| path.is_file());
-            path.ok_or_else(|| Error::NoProgram {
-                program: program.to_owned(),
+        let save = self.find_program(format!("{name}-save"))?;
+        let restore = self.find_program(format!("{name}-restore"))?;
+        Ok(Tool { name, save, restore, version: None })
+    }
+
+    fn find_program(&self, program: String) -> Result<PathBuf, Error> {
+        let searched = self.path.clone().unwrap_or_else(usual_path);
+        std::env::split_paths(&searched)
+            .map(|dir| dir.join(&program))
+            .find(|path| path.is_file())
+            .ok_or_else(|| Error::NoProgram {
+                program,
                 searched: searched.to_string_lossy().into_owned(),
             })
-        };
-        let (save, restore) = (found(&format!("{name}-save"))?, found(&format!("{name}-restore"))?);
-        Ok(Tool { name, save, restore, version: None })
     }
 
     /// The lock file of `iptables-legacy`.
     pub(crate) fn lock(&self) -> PathBuf {
-        let usual = || std::env::var_os("XTABLES_LOCKFILE").map(PathBuf::from);
-        self.lock.clone().or_else(usual).unwrap_or_else(|| "/run/xtables.lock".into())
+        if let Some(lock) = &self.lock {
+            return lock.clone();
+        }
+        match std::env::var_os("XTABLES_LOCKFILE") {
+            Some(lock) => lock.into(),
+            None => "/run/xtables.lock".into(),
+        }
     }
 
     /// The programs for a family of all installed variants, each once.
@@ -101,7 +108,7 @@ pub(crate) struct Tool {
 /// The version that a program prints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Version {
-    /// It is 1.6.2 or later.
+    /// Whether it is 1.6.2 or later.
     modern: bool,
     /// The part of the kernel that has its rules.
     variant: Variant,
@@ -121,8 +128,8 @@ impl Tool {
 
     /// Whether the two are names of one program.
     fn is(&self, other: &Self) -> bool {
-        let same = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        same(&self.save) == same(&other.save)
+        let target = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        target(&self.save) == target(&other.save)
     }
 
     /// All rules, as text.
@@ -223,11 +230,13 @@ async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error
         };
         tokio::join!(write, child.wait_with_output()).1
     };
-    let output = tokio::time::timeout(PATIENCE, talk).await.unwrap_or_else(|_| {
-        let detail = format!("did not end within {} s and was killed", PATIENCE.as_secs());
-        Err(std::io::Error::new(std::io::ErrorKind::TimedOut, detail))
-    });
-    let output = output.map_err(failed)?;
+    let output = tokio::time::timeout(PATIENCE, talk)
+        .await
+        .unwrap_or_else(|_| {
+            let detail = format!("did not end within {} s and was killed", PATIENCE.as_secs());
+            Err(std::io::Error::new(std::io::ErrorKind::TimedOut, detail))
+        })
+        .map_err(failed)?;
     if !output.status.success() {
         return Err(Error::program(program.to_owned(), output.status, &output.stderr));
     }
@@ -275,20 +284,14 @@ mod tests {
 
     #[tokio::test]
     async fn the_standard_error_of_a_program_is_in_the_error() {
-        let error =
-            run(Path::new("/bin/sh"), &["-c", "cat; echo no such thing >&2; exit 3"], "input")
-                .await;
-        let error = error.unwrap_err().to_string();
+        let shell = async |script| run(Path::new("/bin/sh"), &["-c", script], "input").await;
+        let failed = shell("cat; echo no such thing >&2; exit 3").await.unwrap_err().to_string();
         assert!(
-            error.contains("/bin/sh") && error.contains("3") && error.contains("no such thing"),
-            "{error}"
+            failed.contains("/bin/sh") && failed.contains("3") && failed.contains("no such thing"),
+            "{failed}"
         );
-        let refused = run(
-            Path::new("/bin/sh"),
-            &["-c", "echo Permission denied '(you must be root)' >&2; exit 4"],
-            "",
-        );
-        let error = refused.await.unwrap_err();
+        let error =
+            shell("echo Permission denied '(you must be root)' >&2; exit 4").await.unwrap_err();
         assert!(
             matches!(error, Error::NotPermitted { .. })
                 && error.to_string().contains("CAP_NET_ADMIN"),

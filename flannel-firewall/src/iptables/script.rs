@@ -19,7 +19,7 @@ struct Place {
     chain: &'static str,
     hook: &'static str,
     comment: &'static str,
-    /// The desired chain; `None` for an empty chain that Go flannel leaves.
+    /// The desired chain, or `None` for an empty chain that Go flannel leaves.
     content: Option<Chain>,
 }
 
@@ -38,7 +38,7 @@ const PLACES: [Place; 4] = [
         comment: "flanneld forward",
         content: Some(Chain::Forward),
     },
-    // Chains of other programs in this place rarely accept packets, those of `filter` often do.
+    // Chains of other programs in this table rarely accept packets. Chains in `filter` often do.
     Place {
         table: "mangle",
         chain: "FLANNEL-ENCRYPTION",
@@ -54,15 +54,16 @@ const PLACES: [Place; 4] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scope {
     All,
-    /// Those that Go flannel neither makes nor removes.
+    /// The chains that Go flannel neither makes nor removes.
     UnknownToGo,
 }
 
 impl Scope {
     fn places(self) -> impl Iterator<Item = &'static Place> {
-        let has =
-            move |place: &&Place| self == Self::All || place.content == Some(Chain::Encryption);
-        PLACES.iter().filter(has)
+        PLACES.iter().filter(move |place| match self {
+            Self::All => true,
+            Self::UnknownToGo => place.content == Some(Chain::Encryption),
+        })
     }
 }
 
@@ -73,19 +74,24 @@ pub(crate) fn chains(scope: Scope) -> impl Iterator<Item = (&'static str, &'stat
 
 /// The tables with the rules that `rule_options` asks for.
 pub(crate) fn tables(rule_options: &RuleOptions) -> Vec<&'static str> {
-    let takes = |place: &&Place| match place.content {
-        Some(Chain::Postrouting) => rule_options.masquerade,
-        Some(Chain::Forward) => rule_options.forward,
-        Some(Chain::Encryption) => rule_options.encrypted.is_some(),
-        Some(Chain::Unrouted) | None => false,
-    };
-    PLACES.iter().filter(takes).map(|place| place.table).collect()
+    PLACES
+        .iter()
+        .filter(|place| match place.content {
+            Some(Chain::Postrouting) => rule_options.masquerade,
+            Some(Chain::Forward) => rule_options.forward,
+            Some(Chain::Encryption) => rule_options.encrypted.is_some(),
+            Some(Chain::Unrouted) | None => false,
+        })
+        .map(|place| place.table)
+        .collect()
 }
 
 /// Table and name of the chains that accept packets from and to pods.
 pub(crate) fn forward_chains() -> impl Iterator<Item = (&'static str, &'static str)> {
-    let forward = PLACES.iter().filter(|place| place.content == Some(Chain::Forward));
-    forward.map(|place| (place.table, place.chain))
+    PLACES
+        .iter()
+        .filter(|place| place.content == Some(Chain::Forward))
+        .map(|place| (place.table, place.chain))
 }
 
 /// Whether a change of a chain, or of a whole table, may concern flannel's chains and the jumps to
@@ -100,30 +106,39 @@ pub(crate) fn concerns(table: &str, chain: Option<&str>) -> bool {
 /// A script for `iptables-restore`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Script {
-    /// The input; empty if nothing differs.
+    /// The input. Empty if nothing differs.
     pub(crate) text: String,
     /// The differences.
     pub(crate) deviations: Vec<Deviation>,
 }
 
-/// The script that turns the rules in `saved`, the output of `iptables-save`, into `rules`. It
-/// leaves chains outside of `scope` alone.
-///
-/// `program` is the name in deviations. `random` is false if the program does not support
-/// `--random-fully`.
-pub(crate) fn script(
-    saved: &str,
-    rules: &Rules,
-    (family, scope): (Family, Scope),
-    random: bool,
-    program: &str,
-) -> Script {
+/// The rules that a script is for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Target<'a> {
+    pub(crate) family: Family,
+    /// Chains outside of this scope are left alone.
+    pub(crate) scope: Scope,
+    /// Whether the program supports `--random-fully`.
+    pub(crate) random_fully: bool,
+    /// The name of the program in deviations.
+    pub(crate) program: &'a str,
+}
+
+/// The script that turns the rules in `saved`, the output of `iptables-save`, into `rules`.
+pub(crate) fn script(saved: &str, rules: &Rules, target: Target<'_>) -> Script {
+    let Target { family, scope, random_fully, program } = target;
     let mut script = Script::default();
     for table in ["nat", "filter", "mangle"] {
         let mut lines = String::new();
         for place in scope.places().filter(|place| place.table == table) {
-            let desired = place.content.map_or(&[][..], |chain| rules.of(family, chain));
-            let desired: Vec<_> = desired.iter().map(|rule| line(rule, place, random)).collect();
+            let desired: Vec<String> = match place.content {
+                Some(chain) => rules
+                    .of(family, chain)
+                    .iter()
+                    .map(|rule| line(rule, place, random_fully))
+                    .collect(),
+                None => Vec::new(),
+            };
             let found = Found::read(saved, place);
             found.repair(place, &desired, &mut lines, &mut |object: &str, fault| {
                 let object = format!("{program}, table {table}, {object}");
@@ -142,10 +157,17 @@ pub(crate) fn script(
 struct Found<'a> {
     exists: bool,
     rules: Vec<&'a str>,
-    /// Jumps to the chain: the chain that has the jump, and the rule.
-    jumps: Vec<(&'a str, &'a str)>,
+    /// Jumps to the chain.
+    jumps: Vec<Jump<'a>>,
     /// Another rule comes before the jump in the hook.
     preceded: bool,
+}
+
+#[derive(Debug)]
+struct Jump<'a> {
+    /// The chain that has the jump.
+    from: &'a str,
+    rule: &'a str,
 }
 
 impl<'a> Found<'a> {
@@ -162,20 +184,12 @@ impl<'a> Found<'a> {
             if let Some(chain) = text.strip_prefix(':') {
                 found.exists |= chain.split(' ').next() == Some(place.chain);
             }
-            // Old versions and `--counters` print counters before `-A`.
-            let rule = text
-                .find("-A ")
-                .filter(|at| *at == 0 || text.starts_with('['))
-                .map(|at| &text[at + 3..]);
-            let Some((chain, rule)) = rule.map(|rule| rule.split_once(' ').unwrap_or((rule, "")))
-            else {
-                continue;
-            };
+            let Some((chain, rule)) = chain_and_rule(text) else { continue };
             if chain == place.chain {
                 found.rules.push(rule);
             } else if goes_to(rule, place.chain) {
-                found.jumps.push((chain, rule));
-            } else if chain == place.hook && found.jumps.iter().all(|(from, _)| from != &chain) {
+                found.jumps.push(Jump { from: chain, rule });
+            } else if chain == place.hook && found.jumps.iter().all(|jump| jump.from != chain) {
                 found.preceded = true;
             }
         }
@@ -190,53 +204,78 @@ impl<'a> Found<'a> {
         lines: &mut String,
         deviates: &mut impl FnMut(&str, Fault),
     ) {
-        let Place { chain, hook, .. } = *place;
+        let chain = place.chain;
         let title = format!("chain {chain}");
         if desired.is_empty() {
             if self.exists || !self.jumps.is_empty() {
                 deviates(&title, Fault::Unwanted);
                 let _ = writeln!(lines, ":{chain} - [0:0]");
-                self.jumps
-                    .iter()
-                    .for_each(|(chain, rule)| _ = writeln!(lines, "-D {chain} {rule}"));
+                for Jump { from, rule } in &self.jumps {
+                    let _ = writeln!(lines, "-D {from} {rule}");
+                }
                 let _ = writeln!(lines, "-X {chain}");
             }
             return;
         }
-        let same = |(found, desired): (&&str, &String)| meaning(found) == meaning(desired);
-        let filled = self.rules.len() == desired.len() && self.rules.iter().zip(desired).all(same);
-        if !self.exists || !filled {
+        let is_filled = self.rules.len() == desired.len()
+            && self.rules.iter().zip(desired).all(|(is, want)| meaning(is) == meaning(want));
+        if !self.exists || !is_filled {
             deviates(&title, if self.exists { Fault::Different } else { Fault::Missing });
             // With `--noflush` this creates or empties the chain.
             let _ = writeln!(lines, ":{chain} - [0:0]");
-            desired.iter().for_each(|rule| _ = writeln!(lines, "-A {chain} {rule}"));
+            for rule in desired {
+                let _ = writeln!(lines, "-A {chain} {rule}");
+            }
         }
-        let jump = format!("-m comment --comment \"{}\" -j {chain}", place.comment);
-        let jumps: Vec<_> =
-            self.jumps.iter().filter(|(from, _)| *from == hook).map(|(_, rule)| *rule).collect();
+        self.repair_jump(place, lines, deviates);
+    }
+
+    /// Adds lines to `lines` after which the hook has the jump to the chain exactly once.
+    fn repair_jump(
+        &self,
+        place: &Place,
+        lines: &mut String,
+        deviates: &mut impl FnMut(&str, Fault),
+    ) {
+        let Place { chain, hook, .. } = *place;
+        let wanted = format!("-m comment --comment \"{}\" -j {chain}", place.comment);
+        let jumps: Vec<&str> =
+            self.jumps.iter().filter(|jump| jump.from == hook).map(|jump| jump.rule).collect();
         // A rule before it could accept a packet that must not leave.
         let comes_first = place.content == Some(Chain::Encryption);
         let fault = match jumps[..] {
-            [only] if meaning(only) == meaning(&jump) => {
-                if comes_first && self.preceded {
-                    Fault::Misplaced
-                } else {
+            [only] if meaning(only) == meaning(&wanted) => {
+                if !(comes_first && self.preceded) {
                     return;
                 }
+                Fault::Misplaced
             }
             [] => Fault::Missing,
             [_] => Fault::Different,
             _ => Fault::Repeated,
         };
         deviates(&format!("jump from {hook} to {chain}"), fault);
-        jumps.iter().for_each(|rule| _ = writeln!(lines, "-D {hook} {rule}"));
+        for rule in jumps {
+            let _ = writeln!(lines, "-D {hook} {rule}");
+        }
         let add = if comes_first { "-I" } else { "-A" };
-        let _ = writeln!(lines, "{add} {hook} {jump}");
+        let _ = writeln!(lines, "{add} {hook} {wanted}");
     }
 }
 
+/// The chain and the rest of a line that adds a rule. `None` for other lines.
+fn chain_and_rule(line: &str) -> Option<(&str, &str)> {
+    // Old versions and `--counters` print counters before `-A`.
+    let at = line.find("-A ")?;
+    if at != 0 && !line.starts_with('[') {
+        return None;
+    }
+    let rule = &line[at + "-A ".len()..];
+    Some(rule.split_once(' ').unwrap_or((rule, "")))
+}
+
 /// A rule in the notation of `iptables-save`.
-fn line(rule: &Rule, place: &Place, random: bool) -> String {
+fn line(rule: &Rule, place: &Place, random_fully: bool) -> String {
     let mut line = String::new();
     for (side, option) in [(rule.source, "-s"), (rule.destination, "-d")] {
         match side {
@@ -257,9 +296,7 @@ fn line(rule: &Rule, place: &Place, random: bool) -> String {
         Verdict::Return => "RETURN",
         Verdict::Accept => "ACCEPT",
         Verdict::Drop => "DROP",
-        Verdict::Masquerade { fully_random } if fully_random && random => {
-            "MASQUERADE --random-fully"
-        }
+        Verdict::Masquerade { fully_random: true } if random_fully => "MASQUERADE --random-fully",
         Verdict::Masquerade { .. } => "MASQUERADE",
     };
     let _ = write!(line, "-m comment --comment \"{}\" -j {target}", place.comment);
@@ -295,7 +332,9 @@ fn meaning(rule: &str) -> Vec<Vec<String>> {
 
 /// The words of a rule. Double quotes enclose a word, and a backslash escapes a character.
 fn words(rule: &str) -> Vec<String> {
-    let (mut words, mut word, mut quoted) = (Vec::new(), None::<String>, false);
+    let mut words = Vec::new();
+    let mut word: Option<String> = None;
+    let mut quoted = false;
     let mut chars = rule.chars();
     while let Some(char) = chars.next() {
         match char {
@@ -352,13 +391,19 @@ COMMIT
 "#
     );
 
+    const TARGET: Target<'_> =
+        Target { family: Family::V4, scope: Scope::All, random_fully: true, program: "iptables" };
+
     fn v4(saved: &str, rule_options: RuleOptions) -> Script {
-        script(saved, &rules(rule_options), (Family::V4, Scope::All), true, "iptables")
+        script(saved, &rules(rule_options), TARGET)
     }
 
     fn faults(script: &Script) -> Vec<String> {
-        let shorten = |deviation: &Deviation| deviation.to_string().replace("iptables, table ", "");
-        script.deviations.iter().map(shorten).collect()
+        script
+            .deviations
+            .iter()
+            .map(|deviation| deviation.to_string().replace("iptables, table ", ""))
+            .collect()
     }
 
     /// The script for an empty machine creates Go flannel's rules.
@@ -379,8 +424,9 @@ COMMIT
         }
         assert_eq!(script.text.lines().count(), go.len() + 4, "{}", script.text);
         assert_eq!(faults(&script).len(), 4);
-        let plain =
-            super::script("", &rules(ALL), (Family::V6, Scope::All), false, "ip6tables").text;
+        let without_random =
+            Target { family: Family::V6, random_fully: false, program: "ip6tables", ..TARGET };
+        let plain = super::script("", &rules(ALL), without_random).text;
         assert!(
             plain.contains("-s fd00:1::/48 ! -d ff00::/8") && !plain.contains("random"),
             "{plain}"
@@ -498,7 +544,7 @@ COMMIT
                 assert_eq!(script.text, moved);
             }
         }
-        // Rules in another chain, and those behind the jump.
+        // Rules in another chain, and rules behind the jump, do not matter.
         let elsewhere = ENCRYPTION.replace(hook, &format!("-A OUTPUT -j ACCEPT\n{hook}"));
         assert_eq!(v4(&elsewhere, only), Script::default());
         assert_eq!(v4(IN_PLACE, ALL), Script::default(), "the rule of docker stays first");
@@ -507,8 +553,8 @@ COMMIT
     #[test]
     fn only_chains_that_go_flannel_does_not_know_are_removed_for_it() {
         let saved = IN_PLACE.to_owned() + ENCRYPTION;
-        let nothing = Rules::default();
-        let script = script(&saved, &nothing, (Family::V4, Scope::UnknownToGo), true, "iptables");
+        let target = Target { scope: Scope::UnknownToGo, ..TARGET };
+        let script = script(&saved, &Rules::default(), target);
         assert_eq!(faults(&script), ["mangle, chain FLANNEL-ENCRYPTION: not wanted"]);
         assert!(!script.text.contains("FLANNEL-FWD") && !script.text.contains("POSTRTG"));
     }

@@ -1,5 +1,5 @@
-//! flannel's nf_tables tables: for each family one with the rules of Go flannel, and one with those
-//! about encryption, which Go flannel does not know.
+//! flannel's nf_tables tables: for each family one with the rules of Go flannel, and one with the
+//! rules about encryption, which Go flannel does not know.
 //!
 //! The tables belong to flannel alone. A table that differs from the desired one is replaced as a
 //! whole, in one transaction.
@@ -19,7 +19,7 @@ use crate::status::{Deviation, Fault};
 
 /// A table of flannel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Id {
+pub(crate) struct TableId {
     pub(crate) family: Family,
     pub(crate) name: &'static str,
     chains: &'static [Chain],
@@ -28,14 +28,14 @@ pub(crate) struct Id {
 const GO: &[Chain] = &[Chain::Postrouting, Chain::Forward];
 const ENCRYPTION: &[Chain] = &[Chain::Encryption, Chain::Unrouted];
 /// All tables, in the order in which they are written.
-pub(crate) const TABLES: [Id; 4] = [
-    Id { family: Family::V4, name: "flannel-ipv4", chains: GO },
-    Id { family: Family::V6, name: "flannel-ipv6", chains: GO },
-    Id { family: Family::V4, name: "flannel-encryption", chains: ENCRYPTION },
-    Id { family: Family::V6, name: "flannel-encryption", chains: ENCRYPTION },
+pub(crate) const TABLES: [TableId; 4] = [
+    TableId { family: Family::V4, name: "flannel-ipv4", chains: GO },
+    TableId { family: Family::V6, name: "flannel-ipv6", chains: GO },
+    TableId { family: Family::V4, name: "flannel-encryption", chains: ENCRYPTION },
+    TableId { family: Family::V6, name: "flannel-encryption", chains: ENCRYPTION },
 ];
 
-impl Id {
+impl TableId {
     /// Whether it has the rules about encryption.
     pub(crate) fn is_about_encryption(&self) -> bool {
         self.chains == ENCRYPTION
@@ -101,43 +101,51 @@ fn place(chain: Chain) -> Place {
 }
 
 impl Content {
-    /// The desired table; `None` if it has no rules.
-    pub(crate) fn desired(rules: &Rules, id: &Id) -> Option<Self> {
+    /// The desired table, or `None` if it has no rules.
+    pub(crate) fn desired(rules: &Rules, id: &TableId) -> Option<Self> {
         let mut table = Self::default();
         for chain in id.chains {
             let rules = rules.of(id.family, *chain);
-            if !rules.is_empty() {
-                let Place { kind, hook, priority, .. } = place(*chain);
-                let rules = rules.iter().map(rule::of).collect();
-                let (kind, policy) = (kind.to_owned(), verdict::ACCEPT);
-                let base = Some(Base { kind, hook, priority, policy });
-                let filled = nftables::Chain { base, rules };
-                table.chains.insert(*chain, filled);
-                table.uses += 1;
+            if rules.is_empty() {
+                continue;
             }
+            let Place { kind, hook, priority, .. } = place(*chain);
+            let base = Base { kind: kind.to_owned(), hook, priority, policy: verdict::ACCEPT };
+            let rules = rules.iter().map(rule::of).collect();
+            table.chains.insert(*chain, nftables::Chain { base: Some(base), rules });
+            table.uses += 1;
         }
         (table.uses > 0).then_some(table)
     }
 
-    /// The actual table; `None` if it does not exist.
+    /// The actual table, or `None` if it does not exist.
     ///
-    /// It is read in several steps ([`flannel_netlink::nftables::at_one_moment`]).
-    pub(crate) fn read(socket: &mut NetfilterSocket, id: &Id) -> Result<Option<Self>, KernelError> {
+    /// It is read in several steps, so the caller needs
+    /// [`flannel_netlink::nftables::at_one_moment`].
+    pub(crate) fn read(
+        socket: &mut NetfilterSocket,
+        id: &TableId,
+    ) -> Result<Option<Self>, KernelError> {
         let table = id.table();
         let Some(TableHead { flags, uses, .. }) = table.head(socket)? else { return Ok(None) };
         let names: Vec<&str> = id.chains.iter().map(|chain| place(*chain).name).collect();
-        let chains = id.chains.iter().zip(nftables::Chain::read(socket, &table, &names)?);
-        let chains = chains.filter_map(|(chain, filled)| Some((*chain, filled?))).collect();
+        let mut chains = BTreeMap::new();
+        for (chain, content) in id.chains.iter().zip(nftables::Chain::read(socket, &table, &names)?)
+        {
+            if let Some(content) = content {
+                chains.insert(*chain, content);
+            }
+        }
         Ok(Some(Self { flags, uses, chains }))
     }
 
-    /// Adds the changes that create the table.
-    pub(crate) fn make(&self, batch: &mut Batch, id: &Id) {
+    /// Adds the changes that create the table. The first one creates the table itself.
+    pub(crate) fn make(&self, batch: &mut Batch, id: &TableId) {
         let table = id.table();
         table.make(batch, &format!("rules for {}", id.name));
-        for (chain, filled) in &self.chains {
+        for (chain, content) in &self.chains {
             let Place { name, comment, .. } = place(*chain);
-            filled.make(batch, &table, name, comment);
+            content.make(batch, &table, name, comment);
         }
     }
 
@@ -145,7 +153,7 @@ impl Content {
     pub(crate) fn deviations(
         found: Option<&Self>,
         desired: Option<&Self>,
-        id: &Id,
+        id: &TableId,
     ) -> Vec<Deviation> {
         let title = id.table().to_string();
         let at = |object: String, fault| vec![Deviation { object, fault }];

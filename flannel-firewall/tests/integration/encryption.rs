@@ -1,5 +1,5 @@
 //! Packets to the pods of other nodes leave by encrypted devices only. A plain device of the
-//! fixture plays the encrypted one.
+//! fixture stands for the encrypted device.
 
 use std::time::Duration;
 
@@ -44,7 +44,7 @@ fn arrives(fixture: &Fixture, family: Family, from: Option<Place>, to: Place, wa
     let patience = if want { LONG } else { SHORT };
     match from {
         Some(from) => fixture.seen_at(family, from, to, 0, patience).is_some(),
-        None => fixture.seen_of_node_at(family, to.node(family), to, patience).is_some(),
+        None => fixture.seen_of_node_within(family, to.node(family), to, patience).is_some(),
     }
 }
 
@@ -102,7 +102,8 @@ async fn only_encrypted_devices_carry_packets_to_other_pods(fixture: Fixture, ki
 async fn a_translated_packet_of_the_host_counts_by_its_last_device(fixture: Fixture, kind: Kind) {
     const PORT: u16 = 7070;
     for (keyword, family) in [("ip", Family::V4), ("ip6", Family::V6)] {
-        let (service, pod) = (Place::Outside.address(family), Place::Peer.address(family));
+        let service = Place::Outside.address(family);
+        let pod = Place::Peer.address(family);
         nft(&format!(
             "table {keyword} service {{ chain c {{ type nat hook output priority -100; \
              {keyword} daddr {service} udp dport {PORT} dnat to {pod}; }}; }}"
@@ -115,8 +116,7 @@ async fn a_translated_packet_of_the_host_counts_by_its_last_device(fixture: Fixt
             let node = std::net::UdpSocket::bind((family.unspecified(), 0)).unwrap();
             let patience = if want { LONG } else { SHORT };
             let to = (Place::Outside.address(family), PORT);
-            let seen =
-                fixture.seen_through(&node, to.into(), (Place::Peer, PORT), family, patience);
+            let seen = fixture.seen_through(&node, to.into(), Place::Peer, PORT, family, patience);
             assert_eq!(seen.is_some(), want, "{family} by {device}");
         }
     }
@@ -196,11 +196,12 @@ async fn another_program_cannot_get_before_the_rules_later(fixture: Fixture, kin
     running.stop().await;
 }
 
-/// A program that insists on being the first makes few processes, and a problem.
+/// A program that insists on the first place causes few processes, and is reported.
 #[test]
 fn a_contest_for_the_first_place_has_few_repairs_and_is_reported() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let (fixture, kind) = (Fixture::set(), Kind::IptablesNft);
+        let fixture = Fixture::new();
+        let kind = Kind::IptablesNft;
         let mut running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
         let accept = || {
             _ = fixture.tools.iptables(kind, Family::V4, "-t mangle -I POSTROUTING -j ACCEPT");
@@ -223,8 +224,7 @@ async fn the_rules_stay_until_they_are_not_required(fixture: Fixture, kind: Kind
     running.stop().await;
     assert_passes(&fixture, false);
     let mut running = Running::start(&fixture, kind, by(&[], ONLY), RESYNC).await;
-    let status = running.status.borrow().clone();
-    assert_eq!((status.changes, status.repairs), (0, 0), "{status:?}");
+    running.assert_writes(0, 0);
     running.want(rules_of(Place::Pod, RuleOptions::default())).await;
     assert_passes(&fixture, true);
     running.want(by(&[], ONLY)).await;
@@ -242,8 +242,8 @@ async fn only_the_rules_that_go_flannel_does_not_know_are_removed_for_it(
 ) {
     let programs = fixture.tools.programs();
     Running::start(&fixture, kind, by(&[], ALL), RESYNC).await.stop().await;
-    let (would, did) =
-        (cleanup_for_go(&programs, true).await, cleanup_for_go(&programs, false).await);
+    let would = cleanup_for_go(&programs, true).await;
+    let did = cleanup_for_go(&programs, false).await;
     assert!(did.failed.is_empty(), "{did:?}");
     assert_eq!(would.found, did.found);
     assert!(
@@ -266,7 +266,8 @@ fn is_about_encryption(line: &str) -> bool {
 #[test]
 fn dropped_packets_are_counted_from_the_start_of_the_firewall_on() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let (fixture, kind) = (Fixture::set(), Kind::Nftables);
+        let fixture = Fixture::new();
+        let kind = Kind::Nftables;
         let resync = Duration::from_millis(20);
         let send = |times: usize| {
             for _ in 0..times {
@@ -295,9 +296,10 @@ fn dropped_packets_are_counted_from_the_start_of_the_firewall_on() {
 #[test]
 fn packets_that_a_blackhole_route_drops_are_counted() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let (fixture, kind) = (Fixture::set(), Kind::Nftables);
+        let fixture = Fixture::new();
         let resync = Duration::from_millis(20);
-        let mut running = Running::start(&fixture, kind, by(&[TO_PEER], ONLY), resync).await;
+        let mut running =
+            Running::start(&fixture, Kind::Nftables, by(&[TO_PEER], ONLY), resync).await;
         for (network, peer, here) in
             [("10.1.0.0/16", "10.1.9.9", "10.1.7.99"), ("fd00:1::/48", "fd00:1:0:9::9", "")]
         {
@@ -318,7 +320,8 @@ fn packets_that_a_blackhole_route_drops_are_counted() {
         assert_passes(&fixture, true);
         let checks = running.status.borrow().checks;
         let status = running.until(|status| status.checks > checks + 1).await;
-        assert_eq!((status.dropped.unencrypted.packets, status.repairs), (2, 0), "{status:?}");
+        assert_eq!(status.dropped.unencrypted.packets, 2, "{status:?}");
+        assert_eq!(status.repairs, 0, "{status:?}");
         assert!(status.dropped.unencrypted.last.is_some());
     });
 }

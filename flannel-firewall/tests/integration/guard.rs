@@ -1,4 +1,4 @@
-//! The guard of a tunnel: only packets from peers, with sources of their own, arrive.
+//! The guard of a tunnel: only packets of peers with their own sources arrive.
 
 mod table;
 mod tunnel;

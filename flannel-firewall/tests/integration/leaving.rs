@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use crate::fixture::tools::nft;
 use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of, tools};
-use flannel_core::address::Family;
-use flannel_firewall::{Error, Firewall, Options, Programs, RuleOptions, cleanup, leftovers};
+use flannel_core::address::{Dual, Family};
+use flannel_firewall::{
+    Error, Firewall, Options, Programs, RuleOptions, Rules, cleanup, leftovers,
+};
 
 /// A period so long that no check in a test is periodic.
 const RESYNC: Duration = Duration::from_secs(3600);
@@ -27,13 +29,11 @@ async fn stopping_leaves_the_rules_and_starting_adopts_them(fixture: Fixture, ki
         fixture.assert_masqueraded(family);
     }
     let running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
-    let status = running.status.borrow().clone();
-    assert_eq!((status.changes, status.repairs), (0, 0), "{status:?}");
+    running.assert_writes(0, 0);
     running.stop().await;
     // The node got another subnet while the firewall was stopped.
     let running = Running::start(&fixture, kind, rules_of(Place::Peer, ALL), RESYNC).await;
-    let status = running.status.borrow().clone();
-    assert_eq!((status.changes, status.repairs), (1, 0), "{status:?}");
+    running.assert_writes(1, 0);
     for family in Family::BOTH {
         let seen = fixture.seen(family, Place::Outside, Place::Pod);
         assert_eq!(seen, Some(Place::Pod.node(family)), "{family}");
@@ -51,15 +51,11 @@ async fn switching_removes_the_other_modes_rules(fixture: Fixture, kind: Kind) {
         let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
         running.until(|status| status.others_removed).await;
         let ours = fixture.tools.ours_seen();
-        let of_kind = |line: &&String| match kind {
+        let is_of_kind = |line: &String| match kind {
             Kind::Nftables => line.contains("table ip"),
             Kind::IptablesNft | Kind::IptablesLegacy => line.contains(&format!("{kind:?}")),
         };
-        assert_eq!(
-            ours.iter().filter(of_kind).count(),
-            ours.len(),
-            "{other:?} to {kind:?}: {ours:#?}"
-        );
+        assert!(ours.iter().all(is_of_kind), "{other:?} to {kind:?}: {ours:#?}");
         assert_eq!(ours.len(), if kind == Kind::Nftables { 2 } else { 24 }, "{ours:#?}");
         assert_eq!(fixture.tools.foreign_seen(), before, "{other:?} to {kind:?}");
         for family in Family::BOTH {
@@ -103,15 +99,16 @@ async fn a_steady_state_runs_no_process(fixture: Fixture, kind: Kind) {
         fixture.tools.iptables(kind, Family::V4, "-t nat -A FOREIGN -j RETURN");
     }
     let checks = running.status.borrow().checks;
-    let status = running.until(|status| status.checks >= checks + 5).await;
+    running.until(|status| status.checks >= checks + 5).await;
     assert_eq!(fixture.tools.runs()[runs..], Vec::<String>::new());
-    assert_eq!((status.changes, status.repairs), (1, 0), "{status:?}");
+    running.assert_writes(1, 0);
 }
 
 /// Waits until five checks in a row run no program. Returns the number of runs until then.
 async fn settled(fixture: &Fixture, running: &mut Running) -> usize {
     for _ in 0..20 {
-        let (checks, runs) = (running.status.borrow().checks, fixture.tools.runs().len());
+        let checks = running.status.borrow().checks;
+        let runs = fixture.tools.runs().len();
         running.until(|status| status.checks >= checks + 5).await;
         if fixture.tools.runs().len() == runs {
             return runs;
@@ -124,7 +121,8 @@ async fn settled(fixture: &Fixture, running: &mut Running) -> usize {
 #[test]
 fn changes_are_noticed_after_the_lock_file_was_replaced() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let (fixture, kind) = (Fixture::set(), Kind::IptablesLegacy);
+        let fixture = Fixture::new();
+        let kind = Kind::IptablesLegacy;
         let resync = Duration::from_millis(100);
         let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync).await;
         running.until(|status| status.others_removed).await;
@@ -138,16 +136,23 @@ fn changes_are_noticed_after_the_lock_file_was_replaced() {
     });
 }
 
+/// The rules of a network without IPv6.
+fn rules_of_ipv4() -> Rules {
+    let networks = Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
+    Rules::new(&networks, &Dual::default(), &ALL).unwrap()
+}
+
 #[test]
 fn only_the_families_with_rules_are_read() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let fixture = Fixture::set();
-        let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
-        let rules =
-            flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), &ALL)
-                .unwrap();
-        let mut running =
-            Running::start(&fixture, Kind::IptablesLegacy, rules, Duration::from_millis(50)).await;
+        let fixture = Fixture::new();
+        let mut running = Running::start(
+            &fixture,
+            Kind::IptablesLegacy,
+            rules_of_ipv4(),
+            Duration::from_millis(50),
+        )
+        .await;
         running.until(|status| status.others_removed).await;
         let runs = fixture.tools.runs().len();
         fixture.tools.iptables(Kind::IptablesLegacy, Family::V4, "-t nat -F");
@@ -160,11 +165,8 @@ fn only_the_families_with_rules_are_read() {
 #[test]
 fn the_rules_of_a_family_that_is_no_longer_desired_are_removed() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let fixture = Fixture::set();
-        let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
-        let only_v4 =
-            flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), &ALL)
-                .unwrap();
+        let fixture = Fixture::new();
+        let only_v4 = rules_of_ipv4();
         for kind in Kind::ALL {
             for while_away in [true, false] {
                 let mut running =
@@ -177,8 +179,8 @@ fn the_rules_of_a_family_that_is_no_longer_desired_are_removed() {
                     running.want(only_v4.clone()).await;
                 }
                 let ours = fixture.tools.ours_seen();
-                let of_v6 = |line: &&String| line.contains("IPv6") || line.contains("ip6");
-                assert_eq!(ours.iter().find(of_v6), None, "{kind:?} {while_away}");
+                let is_of_v6 = |line: &String| line.contains("IPv6") || line.contains("ip6");
+                assert!(!ours.iter().any(is_of_v6), "{kind:?} {while_away}: {ours:#?}");
                 assert!(!ours.is_empty());
                 running.stop().await;
             }
@@ -190,11 +192,12 @@ fn the_rules_of_a_family_that_is_no_longer_desired_are_removed() {
 #[test]
 fn a_missing_program_is_reported_and_its_return_noticed() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let fixture = Fixture::set();
+        let fixture = Fixture::new();
         let resync = Duration::from_millis(20);
         let mut running =
             Running::start(&fixture, Kind::IptablesNft, rules_of(Place::Pod, ALL), resync).await;
-        let (here, gone) = (fixture.tools.path("ip6tables-nft-save"), fixture.tools.path("gone"));
+        let here = fixture.tools.path("ip6tables-nft-save");
+        let gone = fixture.tools.path("gone");
         std::fs::rename(&here, &gone).unwrap();
         fixture.tools.iptables(Kind::IptablesNft, Family::V6, "-t nat -F");
         let status =
@@ -216,15 +219,15 @@ fn a_missing_program_is_reported_and_its_return_noticed() {
 #[test]
 fn the_variant_of_a_wrapper_script_is_known() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let fixture = Fixture::set();
+        let fixture = Fixture::new();
         for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
             fixture.tools.host_has_wrappers_for(kind);
             let options =
                 Options { programs: fixture.tools.programs(), resync: Duration::from_millis(50) };
             let mut running = Running::with(kind, rules_of(Place::Pod, ALL), options).await;
             let checks = running.until(|status| status.others_removed).await.checks;
-            let status = running.until(|status| status.checks > checks + 1).await;
-            assert_eq!((status.changes, status.repairs), (1, 0), "{kind:?}: {status:?}");
+            running.until(|status| status.checks > checks + 1).await;
+            running.assert_writes(1, 0);
             assert!(
                 fixture.tools.ours_seen().iter().all(|line| line.contains(&format!("{kind:?}")))
             );
@@ -236,11 +239,12 @@ fn the_variant_of_a_wrapper_script_is_known() {
 #[test]
 fn a_first_failure_notifies_receivers() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let fixture = Fixture::set();
-        let hide = |name| std::fs::remove_file(fixture.tools.path(name)).unwrap();
+        let fixture = Fixture::new();
         let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
         let firewall = Firewall::open(Kind::IptablesNft.mode(), &ALL, options).await.unwrap();
-        ["iptables-nft-save", "ip6tables-nft-save"].into_iter().for_each(hide);
+        for program in ["iptables-nft-save", "ip6tables-nft-save"] {
+            std::fs::remove_file(fixture.tools.path(program)).unwrap();
+        }
         let mut status = firewall.status();
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));
@@ -261,7 +265,7 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let error =
             Firewall::open(Kind::IptablesNft.mode(), &ALL, options.clone()).await.unwrap_err();
         assert!(matches!(error, Error::NoProgram { .. }), "{error}");
-        let fixture = Fixture::set();
+        let fixture = Fixture::new();
         let before =
             Running::start(&fixture, Kind::IptablesNft, rules_of(Place::Pod, ALL), RESYNC).await;
         before.stop().await;
@@ -286,7 +290,7 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
 #[test]
 fn the_lock_of_iptables_is_waited_for() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let fixture = Fixture::set();
+        let fixture = Fixture::new();
         fixture.tools.host_uses(Kind::IptablesLegacy);
         let lock = std::fs::File::create(fixture.tools.path("lock")).unwrap();
         lock.lock().unwrap();
@@ -315,7 +319,7 @@ fn the_lock_of_iptables_is_waited_for() {
 #[test]
 fn only_tables_with_desired_rules_are_probed() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let fixture = Fixture::set();
+        let fixture = Fixture::new();
         fixture.tools.host_uses(Kind::IptablesLegacy);
         let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
         Firewall::open(Kind::IptablesLegacy.mode(), &RuleOptions::default(), options)
@@ -334,7 +338,7 @@ fn leftovers_that_no_program_can_read_are_reported() {
         (Kind::IptablesNft, Kind::IptablesLegacy, "IPv4 chain FLANNEL-POSTRTG in table nat"),
     ] {
         flannel_netlink::testing::in_netns_async(move || async move {
-            let fixture = Fixture::set();
+            let fixture = Fixture::new();
             Running::start(&fixture, left, rules_of(Place::Pod, ALL), RESYNC).await.stop().await;
             for name in ["iptables", "ip6tables"] {
                 for role in ["save", "restore"] {

@@ -1,5 +1,5 @@
-//! The tests of flannel-firewall, in one program: a program of its own for each file takes longer
-//! to build.
+//! The tests of flannel-firewall, in one program, because a program for each file takes longer to
+//! build.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 

@@ -83,8 +83,7 @@ async fn changed_desired_rules_are_put_in_place(fixture: Fixture, kind: Kind) {
     }
     running.want(Rules::default()).await;
     assert_eq!(fixture.tools.ours_seen(), nothing);
-    let status = running.until(|_| true).await;
-    assert_eq!((status.changes, status.repairs), (4, 0), "{status:?}");
+    running.assert_writes(4, 0);
 }
 
 async fn pods_are_forwarded_despite_a_drop_policy(fixture: Fixture, kind: Kind) {
@@ -125,8 +124,8 @@ async fn source_ports_are_random_if_that_is_desired(fixture: Fixture, kind: Kind
     for fully_random in [false, true, false] {
         running.want(rules_of(Place::Pod, RuleOptions { fully_random, ..ALL })).await;
         for family in Family::BOTH {
-            let calls: Vec<_> = (0..CALLS).map(|_| fixture.ports(family)).collect();
-            let kept = calls.iter().filter(|(own, seen)| own == seen).count();
+            let calls: Vec<_> = (0..CALLS).map(|_| fixture.source_port(family)).collect();
+            let kept = calls.iter().filter(|port| port.own == port.seen).count();
             // A random port equals the original one by chance, but not every time.
             assert_eq!(kept == CALLS, !fully_random, "{family}, random {fully_random}: {calls:?}");
             let seen = match kind {
@@ -144,8 +143,9 @@ async fn a_change_has_no_moment_without_rules(fixture: Fixture, kind: Kind) {
     let stop = Arc::new(AtomicBool::new(false));
     let calls = Dual::from_fn(|_| Some(Arc::new(AtomicUsize::new(0))));
     let callers = Family::BOTH.map(|family| {
-        let (fixture, stop, calls) =
-            (fixture.clone(), stop.clone(), calls[family].clone().unwrap());
+        let fixture = fixture.clone();
+        let stop = stop.clone();
+        let calls = calls[family].clone().unwrap();
         std::thread::spawn(move || {
             while !stop.load(Ordering::Relaxed) {
                 let seen = fixture.seen(family, Place::Pod, Place::Outside);
@@ -167,15 +167,17 @@ async fn a_change_has_no_moment_without_rules(fixture: Fixture, kind: Kind) {
             .await;
     }
     stop.store(true, Ordering::Relaxed);
-    callers.into_iter().for_each(|caller| caller.join().unwrap());
+    for caller in callers {
+        caller.join().unwrap();
+    }
 }
 
-/// Go flannel's tables as `nft` shows them, except for the kube-proxy mark (a bit, not the whole
-/// mark) and the fourth rule (that of iptables).
+/// `nft` shows Go flannel's tables, except for the kube-proxy mark (a bit, not the whole mark) and
+/// the fourth rule (the rule of iptables).
 #[test]
 fn nft_shows_the_tables_of_go_flannel() {
     flannel_netlink::testing::in_netns_async(|| async {
-        let fixture = Fixture::set();
+        let fixture = Fixture::new();
         let mut running =
             Running::start(&fixture, Kind::Nftables, rules_of(Place::Pod, ALL), RESYNC).await;
         for (family, keyword, network, own, multicast) in [

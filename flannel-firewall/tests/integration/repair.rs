@@ -95,15 +95,23 @@ async fn changes_by_other_programs_are_repaired(fixture: Fixture, kind: Kind) {
             let status = running.until(|status| status.repairs > before).await;
             let found = status.last_repair.unwrap().found;
             let object = words(object, family);
-            let is_it = |d: &Deviation| d.object.contains(&object) && d.fault == *fault;
-            assert!(found.iter().any(is_it), "{what}: {found:?}");
+            assert_has(&found, &object, *fault, &what);
             for family in Family::BOTH {
                 fixture.assert_masqueraded(family);
             }
         }
     }
     let status = running.status.borrow().clone();
-    assert_eq!((status.changes, status.failure.is_none()), (1, true), "{status:?}");
+    assert_eq!(status.changes, 1, "{status:?}");
+    assert!(status.failure.is_none(), "{status:?}");
+}
+
+/// Checks that a fault of an object whose name contains `object` was found.
+fn assert_has(found: &[Deviation], object: &str, fault: Fault, cause: &str) {
+    assert!(
+        found.iter().any(|it| it.object.contains(object) && it.fault == fault),
+        "{cause}: {found:?}"
+    );
 }
 
 /// In another order, the same rules would masquerade packets between pods.
@@ -121,8 +129,7 @@ async fn another_order_is_repaired(fixture: Fixture, kind: Kind) {
         };
         let status = running.until(|status| status.repairs > before).await;
         let found = status.last_repair.unwrap().found;
-        let is_it = |d: &Deviation| d.object.contains(object) && d.fault == Fault::Different;
-        assert!(found.iter().any(is_it), "{family}: {found:?}");
+        assert_has(&found, object, Fault::Different, "another order");
         fixture.assert_masqueraded(family);
     }
 }

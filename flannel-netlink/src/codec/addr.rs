@@ -32,17 +32,19 @@ pub(crate) struct AddrMessage {
     pub(crate) flags: u32,
     /// The scope. For IPv6 the address alone determines it.
     scope: RtScope,
-    /// The address of the other end of a point-to-point link (`peer` of `ip address`); `None` if
-    /// there is none.
+    /// The address of the other end of a point-to-point link (`peer` of `ip address`), or `None` if
+    /// it has no such address.
     pub(crate) far: Option<IpAddr>,
     /// Its valid or its preferred lifetime is limited.
     pub(crate) expires: bool,
 }
 
-/// Reads `RTM_NEWADDR` and `RTM_DELADDR`; `None` if the message is malformed.
+/// Reads `RTM_NEWADDR` and `RTM_DELADDR`. `None` if the message is malformed.
 pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
     let (&[_, len, flags, scope, index @ ..], attributes) = message.split::<HEADER>()?;
-    let (mut local, mut address, mut flags) = (None, None, u32::from(flags));
+    let mut flags = u32::from(flags);
+    let mut local = None;
+    let mut address = None;
     let mut expires = false;
     for (id, value) in attributes {
         match Ifa::from(id) {
@@ -71,8 +73,15 @@ pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
 impl AddrMessage {
     /// Describes an address that [`put`] adds. `flags` is 0.
     pub(crate) fn of(addr: &Addr, index: u32) -> Self {
-        let (scope, far) = (RtScope::Universe, None);
-        Self { index, address: addr.address, len: addr.len, flags: 0, scope, far, expires: false }
+        Self {
+            index,
+            address: addr.address,
+            len: addr.len,
+            flags: 0,
+            scope: RtScope::Universe,
+            far: None,
+            expires: false,
+        }
     }
 
     /// Whether the address is valid only on this host (`scope host`).

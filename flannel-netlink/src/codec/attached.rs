@@ -1,5 +1,4 @@
-//! Programs, filters and queues that are attached to a device. flannel makes none: they are only
-//! read.
+//! Programs, filters and queues that are attached to a device. flannel only reads them.
 
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Ifla, Rtm, Tca};
@@ -19,7 +18,7 @@ const XDP_PROGRAMS: std::ops::RangeInclusive<u16> = 5..=7;
 pub(crate) const INGRESS: u32 = 0xffff_fff2;
 pub(crate) const EGRESS: u32 = 0xffff_fff3;
 
-/// Reads the index of a link from `RTM_NEWLINK`, and what is attached to it except for filters;
+/// Reads the index of a link from `RTM_NEWLINK`, and what is attached to it except for filters.
 /// `None` for other types of messages, and if the message is malformed.
 pub(crate) fn read(message: &Message<'_>) -> Option<(u32, Attached)> {
     if message.kind != u16::from(Rtm::Newlink) {
@@ -31,8 +30,10 @@ pub(crate) fn read(message: &Message<'_>) -> Option<(u32, Attached)> {
         match Ifla::from(id) {
             Ifla::Qdisc => attached.queue = text_of(value),
             Ifla::Xdp => {
-                let programs = Attributes(value).filter(|(id, _)| XDP_PROGRAMS.contains(id));
-                attached.xdp = programs.filter_map(|(_, id)| u32_of(id)).collect();
+                attached.xdp = Attributes(value)
+                    .filter(|(mode, _)| XDP_PROGRAMS.contains(mode))
+                    .filter_map(|(_, program)| u32_of(program))
+                    .collect();
             }
             _ => {}
         }
@@ -48,7 +49,7 @@ pub(crate) fn filters(index: u32, parent: u32) -> Messages {
     Messages::one(Rtm::Gettfilter, NlmF::empty(), &header)
 }
 
-/// Reads the kind of a filter from `RTM_NEWTFILTER`; `None` for other types of messages, and if the
+/// Reads the kind of a filter from `RTM_NEWTFILTER`. `None` for other types of messages, and if the
 /// message is malformed.
 pub(crate) fn read_filter(message: &Message<'_>) -> Option<String> {
     if message.kind != u16::from(Rtm::Newtfilter) {
@@ -63,8 +64,8 @@ mod tests {
     use super::*;
     use crate::transport::wire::messages;
 
-    /// The kernel reports the mode of an XDP program, then its id as that of this mode and as the
-    /// only one.
+    /// The kernel reports the mode of an XDP program, and then its id twice: as the program of this
+    /// mode, and as the only program.
     #[test]
     fn xdp_programs_of_all_modes_are_read() {
         for modes in [vec![], vec![(6_u16, 41_u32)], vec![(5, 7), (6, 9)]] {
@@ -81,7 +82,8 @@ mod tests {
             let bytes = made.ready(0..1, 0, NlmF::empty());
             let (_, found) = read(&messages(bytes).next().unwrap().unwrap()).unwrap();
             let ids: Vec<u32> = modes.into_iter().map(|(_, id)| id).collect();
-            assert_eq!((found.xdp, found.queue.as_deref()), (ids, Some("noqueue")));
+            assert_eq!(found.xdp, ids);
+            assert_eq!(found.queue.as_deref(), Some("noqueue"));
         }
     }
 }

@@ -9,7 +9,7 @@ use super::neigh::{BRIDGE, NeighMessage, header};
 use super::put_flags;
 use crate::transport::wire::Messages;
 
-/// The reason why an FDB entry needs other requests than usual.
+/// Why an FDB entry needs other requests than usual.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Special {
     /// It has a UDP port, a VNI or an outgoing device of its own. A deletion that names only the
@@ -22,14 +22,19 @@ pub(crate) enum Special {
 }
 
 impl NeighMessage {
-    /// The MAC address of a special FDB entry; `None` for any other entry.
+    /// The MAC address of a special FDB entry, and why it is special. `None` for any other entry.
     pub(crate) fn special(&self) -> Option<(MacAddr, Special)> {
-        let special = match (self.by_nexthop, self.unrepresentable) {
-            (true, _) => Special::ByNexthop,
-            (false, true) => Special::Attributes,
-            (false, false) => return None,
+        if !self.fdb {
+            return None;
+        }
+        let special = if self.by_nexthop {
+            Special::ByNexthop
+        } else if self.unrepresentable {
+            Special::Attributes
+        } else {
+            return None;
         };
-        self.mac.filter(|_| self.fdb).map(|mac| (mac, special))
+        Some((self.mac?, special))
     }
 }
 

@@ -33,7 +33,7 @@ mod attr {
     pub(super) const IFINDEX: u16 = 11;
 }
 
-/// `FOU_ENCAP_DIRECT`: no header between those of UDP and of the packet.
+/// `FOU_ENCAP_DIRECT`: no header between the UDP header and the packet.
 const DIRECT: u8 = 1;
 
 /// `IPPROTO_IPIP`: the protocol of packets in datagrams.
@@ -47,23 +47,23 @@ pub(crate) struct Port {
     pub(crate) port: u16,
 }
 
-/// A port in the answer of the kernel.
+/// A port that the kernel reports as open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Open {
-    /// The address that datagrams are sent to; unspecified: any. `None`: before Linux 5.2 a port
-    /// has none, and receives at all addresses.
+pub(crate) struct OpenPort {
+    /// The address that datagrams are sent to. The unspecified address stands for all addresses.
+    /// `None` before Linux 5.2, where a port has no address and receives at all addresses.
     local: Option<Ipv4Addr>,
     port: u16,
 }
 
-impl Open {
-    /// Whether it receives what is sent there.
+impl OpenPort {
+    /// Whether it receives datagrams that are sent to `port`.
     pub(crate) fn receives_for(&self, port: Port) -> bool {
-        let has = |local: Ipv4Addr| local == port.local || local.is_unspecified();
-        self.local.is_none_or(has) && self.port == port.port
+        self.port == port.port
+            && self.local.is_none_or(|local| local == port.local || local.is_unspecified())
     }
 
-    /// Whether it is the one that [`add`] opens.
+    /// Whether it is the port that [`add`] opens.
     pub(crate) fn is(&self, port: Port) -> bool {
         self.local.is_none_or(|local| local == port.local) && self.port == port.port
     }
@@ -91,10 +91,10 @@ pub(crate) fn all(family: u16) -> Messages {
     Messages::one(family, NlmF::empty(), &[GET, VERSION, 0, 0])
 }
 
-/// Reads one message of a dump; `None`: the port has another purpose.
-pub(crate) fn read(message: &Message<'_>) -> Option<Open> {
+/// Reads one message of a dump. `None` if the port has another purpose.
+pub(crate) fn read(message: &Message<'_>) -> Option<OpenPort> {
     let (_, attributes) = message.split::<HEADER>()?;
-    let mut found = Open { local: None, port: 0 };
+    let mut found = OpenPort { local: None, port: 0 };
     for (id, value) in attributes {
         match id {
             attr::PORT => found.port = u16::from_be_bytes(value.try_into().ok()?),

@@ -24,8 +24,8 @@ const PROTO_DOWN_REASON_VALUE: u16 = 2;
 const IFLA_CARRIER_CHANGES: u16 = 35;
 
 /// Encodes and compares the attributes of a desired device of one link kind. `data` is the content
-/// of `IFLA_INFO_DATA`. `lower` is the index of the lower device, which sends the outer packets; 0
-/// if there is none.
+/// of `IFLA_INFO_DATA`. `lower` is the index of the lower device, which sends the outer packets, or
+/// 0 if there is no lower device.
 pub(crate) trait LinkCodec {
     /// Adds the attributes of a new device.
     fn create(&self, data: &mut Messages, lower: u32);
@@ -34,25 +34,25 @@ pub(crate) trait LinkCodec {
     /// [`LinkMessage::can_become`].
     fn change(&self, is: &LinkMessage, data: &mut Messages, lower: u32);
 
-    /// Whether rtnetlink cannot create the device, because another program has to make it. Then a
-    /// put is only started.
+    /// Whether rtnetlink cannot create the device, because another program has to make it. A put
+    /// then only starts the creation.
     fn made_by_others(&self) -> bool {
         false
     }
 
-    /// Whether the existing device `is`, of another kind, is one of flannel's with the same
-    /// purpose. It is deleted for the new one.
+    /// Whether the existing device `is` is a device of flannel of another kind for the same
+    /// purpose. It is then deleted before the new device is created.
     fn replaces(&self, _: &LinkMessage) -> bool {
         false
     }
 
-    /// Whether packets of IPv6 may arrive by a device of this kind.
+    /// Whether IPv6 packets may arrive by a device of this kind.
     fn carries_ipv6(&self) -> bool {
         true
     }
 
-    /// An attribute with a value that the kernel refuses with `EINVAL`. `None`: it refuses a device
-    /// without attributes.
+    /// An attribute with a value that the kernel refuses with `EINVAL`, or `None` if the kernel
+    /// refuses a device of this kind without attributes.
     fn invalid(&self) -> Option<(u16, u8)> {
         None
     }
@@ -67,7 +67,7 @@ pub(crate) trait LinkCodec {
     fn exclusive(&self) -> String;
 }
 
-/// The codec of a link kind; `None` if this version has none.
+/// The codec of a link kind, or `None` if this version does not support the kind.
 pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
     match kind {
         LinkKind::Fou(fou) => Some(&**fou),
@@ -80,7 +80,7 @@ pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
 }
 
 /// The attributes of one link kind in a message.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 enum KindMessage {
     Fou(fou::FouMessage),
     Ipip(ipip::IpipMessage),
@@ -88,6 +88,7 @@ enum KindMessage {
     Vxlan(vxlan::VxlanMessage),
     Wireguard(wireguard::WireguardMessage),
     /// A kind that flannel does not use.
+    #[default]
     Other,
 }
 
@@ -109,7 +110,7 @@ pub(crate) struct LinkMessage {
     proto_down: bool,
     /// `IFLA_TXQLEN` is not 0: a queueing discipline on the device would queue packets.
     queues: bool,
-    /// `IFLA_INFO_KIND`, such as `vxlan`; empty for physical and built-in devices.
+    /// `IFLA_INFO_KIND`, such as `vxlan`. Empty for physical and built-in devices.
     pub(crate) kind_name: String,
     /// The message is about the link itself (`AF_UNSPEC`), not about a port of a bridge
     /// (`AF_BRIDGE`).
@@ -123,7 +124,7 @@ pub(crate) struct LinkMessage {
     kind: KindMessage,
 }
 
-/// Reads `RTM_NEWLINK` and `RTM_DELLINK`; `None` for other types of messages, and if the name is
+/// Reads `RTM_NEWLINK` and `RTM_DELLINK`. `None` for other types of messages, and if the name is
 /// not a valid [`LinkName`].
 pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     if message.kind != u16::from(Rtm::Newlink) && message.kind != u16::from(Rtm::Dellink) {
@@ -132,9 +133,14 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     let (header, attributes) = message.split::<HEADER>()?;
     let flags = u32_at(header, 8)?;
     let has = |flag: Iff| flags & flag.bits() != 0;
-    let (mut name, mut mtu, mut mac, mut kind_name, mut kind) =
-        (None, 0, None, String::new(), KindMessage::Other);
-    let (mut carrier_changes, mut enslaved, mut proto_down, mut queues) = (0, false, false, false);
+    let mut name = None;
+    let mut mtu = 0;
+    let mut mac = None;
+    let mut enslaved = false;
+    let mut proto_down = false;
+    let mut queues = false;
+    let mut carrier_changes = 0;
+    let mut info = LinkInfo::default();
     for (id, value) in attributes {
         if id == IFLA_CARRIER_CHANGES {
             carrier_changes = u32_of(value)?;
@@ -147,7 +153,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
             Ifla::Master => enslaved = u32_of(value)? != 0,
             Ifla::ProtoDown => proto_down = is_set(value),
             Ifla::Txqlen => queues = u32_of(value)? != 0,
-            Ifla::Linkinfo => (kind_name, kind) = read_info(value),
+            Ifla::Linkinfo => info = LinkInfo::read(value),
             _ => {}
         }
     }
@@ -159,33 +165,42 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         arp: mac.is_none() || !has(Iff::NOARP),
         enslaved,
         proto_down,
-        // That of a tun device is the queue of packets for its program.
-        queues: queues && !matches!(kind, KindMessage::Tun(_)),
-        kind_name,
+        // The queue of a tun device holds the packets for its program.
+        queues: queues && !matches!(info.kind, KindMessage::Tun(_)),
+        kind_name: info.kind_name,
         whole: header[0] == u8::from(RtAddrFamily::Unspecified),
         carrier_changes,
         mac,
-        kind,
+        kind: info.kind,
     })
 }
 
-/// The name of the kind, and its attributes.
-fn read_info(info: &[u8]) -> (String, KindMessage) {
-    let find = |wanted| {
-        Attributes(info).find(|(id, _)| IflaInfo::from(*id) == wanted).map(|(_, value)| value)
-    };
-    let name = find(IflaInfo::Kind).and_then(text_of).unwrap_or_default();
-    let data = find(IflaInfo::Data).unwrap_or_default();
-    let kind = match name.as_str() {
-        "ipip" => {
-            fou::read(data).map_or_else(|| KindMessage::Ipip(ipip::read(data)), KindMessage::Fou)
-        }
-        "tun" => KindMessage::Tun(tun::read(data)),
-        "vxlan" => KindMessage::Vxlan(vxlan::read(data)),
-        "wireguard" => KindMessage::Wireguard(wireguard::WireguardMessage::default()),
-        _ => KindMessage::Other,
-    };
-    (name, kind)
+/// The content of `IFLA_LINKINFO`.
+#[derive(Default)]
+struct LinkInfo {
+    kind_name: String,
+    kind: KindMessage,
+}
+
+impl LinkInfo {
+    fn read(info: &[u8]) -> Self {
+        let find = |wanted| {
+            Attributes(info).find(|(id, _)| IflaInfo::from(*id) == wanted).map(|(_, value)| value)
+        };
+        let kind_name = find(IflaInfo::Kind).and_then(text_of).unwrap_or_default();
+        let data = find(IflaInfo::Data).unwrap_or_default();
+        let kind = match kind_name.as_str() {
+            "ipip" => match fou::read(data) {
+                Some(fou) => KindMessage::Fou(fou),
+                None => KindMessage::Ipip(ipip::read(data)),
+            },
+            "tun" => KindMessage::Tun(tun::read(data)),
+            "vxlan" => KindMessage::Vxlan(vxlan::read(data)),
+            "wireguard" => KindMessage::Wireguard(wireguard::WireguardMessage::default()),
+            _ => KindMessage::Other,
+        };
+        Self { kind_name, kind }
+    }
 }
 
 pub(super) fn is_set(value: &[u8]) -> bool {
@@ -198,7 +213,7 @@ impl LinkMessage {
         self.kind != KindMessage::Other
     }
 
-    /// The index of the device that sends the outer packets; 0 if there is none.
+    /// The index of the device that sends the outer packets, or 0 if there is no such device.
     pub(crate) fn lower(&self) -> u32 {
         match &self.kind {
             KindMessage::Fou(fou) => fou.lower,
@@ -220,8 +235,8 @@ impl LinkMessage {
         self.arp && !self.enslaved && !self.proto_down && !self.queues && is_exact
     }
 
-    /// The object; `None` if it is unrepresentable. `lower` is the name of the device with the
-    /// index [`LinkMessage::lower`]; `None` if that is 0.
+    /// The object, or `None` if it is unrepresentable. `lower` is the name of the device with the
+    /// index [`LinkMessage::lower`], or `None` if the index is 0.
     pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
         let kind = match &self.kind {
             KindMessage::Fou(fou) => fou.object(lower)?,
@@ -292,7 +307,7 @@ pub(crate) fn refused(kind: &str, codec: Option<&dyn LinkCodec>) -> Messages {
     request
 }
 
-/// The name of a device that is never made for long ([`probe`]).
+/// The name of the short-lived device that [`probe`] creates.
 pub(crate) fn probe_name() -> LinkName {
     "flannel-probe".parse().expect("a valid name")
 }
@@ -308,8 +323,9 @@ pub(crate) fn probe() -> Messages {
     request
 }
 
-/// Changes the attributes of the link kind in which `is` differs; no message if none differs. The
-/// MTU needs another message ([`change`]): drivers refuse it in this one (`vxlan_nl2conf`).
+/// Changes the attributes of the link kind in which `is` differs. No message if nothing differs.
+/// The MTU needs another message ([`change`]), because drivers refuse it in this one
+/// (`vxlan_nl2conf`).
 pub(crate) fn change_kind(is: &LinkMessage, codec: &dyn LinkCodec, lower: u32) -> Messages {
     let mut request = Messages::one(Rtm::Newlink, NlmF::empty(), &at(is.index));
     let mut differs = false;
@@ -323,7 +339,7 @@ pub(crate) fn change_kind(is: &LinkMessage, codec: &dyn LinkCodec, lower: u32) -
     if differs { request } else { Messages::default() }
 }
 
-/// Removes a port from its bridge, bond, VRF or similar device; no message if it is not a port.
+/// Removes a port from its bridge, bond, VRF or similar device. No message if it is not a port.
 pub(crate) fn release(is: &LinkMessage) -> Messages {
     let mut requests = Messages::default();
     if is.enslaved {
@@ -332,34 +348,35 @@ pub(crate) fn release(is: &LinkMessage) -> Messages {
     requests
 }
 
-/// Changes the attributes common to all kinds in which `is` differs from `want`; no message if none
-/// differs.
+/// Changes the attributes common to all kinds in which `is` differs from `want`. No message if
+/// nothing differs.
 pub(crate) fn change(is: &LinkMessage, want: &Link) -> Messages {
     let mut requests = Messages::default();
-    let mac = want.kind.attributes().mac().filter(|mac| is.mac != Some(*mac));
-    let is_common = (is.mtu, is.up, is.arp, is.proto_down) == (want.mtu, want.up, true, false);
-    if mac.is_some() || is.queues || !is_common {
-        let mut changed = Iff::empty();
-        changed.set(Iff::UP, is.up != want.up);
-        changed.set(Iff::NOARP, !is.arp);
-        requests.begin(Rtm::Newlink, NlmF::empty(), &header(is.index, changed, want.up));
-        if is.mtu != want.mtu {
-            requests.u32(Ifla::Mtu, want.mtu);
-        }
-        if let Some(mac) = mac {
-            requests.attr(Ifla::Address, &mac.0);
-        }
-        if is.queues {
-            requests.u32(Ifla::Txqlen, 0);
-        }
-        if is.proto_down {
-            // The kernel refuses to clear it while a reason is set. So the request also sets all
-            // reasons, which the mask selects, to 0. Kernels before 5.9 have no reasons.
-            requests.nest(Ifla::ProtoDownReason, |reason| {
-                reason.u32(PROTO_DOWN_REASON_MASK, u32::MAX).u32(PROTO_DOWN_REASON_VALUE, 0);
-            });
-            requests.attr(Ifla::ProtoDown, &[0]);
-        }
+    let other_mtu = is.mtu != want.mtu;
+    let mut flags = Iff::empty();
+    flags.set(Iff::UP, is.up != want.up);
+    flags.set(Iff::NOARP, !is.arp);
+    let new_mac = want.kind.attributes().mac().filter(|mac| is.mac != Some(*mac));
+    if !other_mtu && flags.is_empty() && new_mac.is_none() && !is.queues && !is.proto_down {
+        return requests;
+    }
+    requests.begin(Rtm::Newlink, NlmF::empty(), &header(is.index, flags, want.up));
+    if other_mtu {
+        requests.u32(Ifla::Mtu, want.mtu);
+    }
+    if let Some(mac) = new_mac {
+        requests.attr(Ifla::Address, &mac.0);
+    }
+    if is.queues {
+        requests.u32(Ifla::Txqlen, 0);
+    }
+    if is.proto_down {
+        // The kernel refuses to clear it while a reason is set. So the request also sets all
+        // reasons, which the mask selects, to 0. Kernels before 5.9 have no reasons.
+        requests.nest(Ifla::ProtoDownReason, |reason| {
+            reason.u32(PROTO_DOWN_REASON_MASK, u32::MAX).u32(PROTO_DOWN_REASON_VALUE, 0);
+        });
+        requests.attr(Ifla::ProtoDown, &[0]);
     }
     requests
 }
@@ -409,11 +426,10 @@ mod tests {
             request.nest(Ifla::Linkinfo, |info| {
                 info.text(IflaInfo::SlaveKind, master);
             });
-            let count = request.len();
-            let link =
-                read(&messages(request.ready(0..count, 0, NlmF::empty())).next().unwrap().unwrap());
-            let link = link.unwrap();
-            assert_eq!((link.is_exact(), release(&link).len()), (false, 1), "{master}");
+            let bytes = request.ready(0..1, 0, NlmF::empty());
+            let link = read(&messages(bytes).next().unwrap().unwrap()).unwrap();
+            assert!(!link.is_exact(), "{master}");
+            assert_eq!(release(&link).len(), 1, "{master}");
         }
     }
 }

@@ -35,7 +35,7 @@ pub(crate) struct NeighMessage {
     pub(super) unrepresentable: bool,
     /// It uses nexthop objects instead of an outer destination. A put does not change that.
     pub(super) by_nexthop: bool,
-    /// It has times (`NDA_CACHEINFO`), as all messages of a vxlan device about its entries.
+    /// It has times (`NDA_CACHEINFO`), as all messages of a vxlan device about its entries have.
     timed: bool,
     /// It has one of the flags [`MARKS`], which are not part of the identity.
     marked: bool,
@@ -48,21 +48,23 @@ const NDA_NH_ID: u16 = 13;
 /// Bytes of `struct ndmsg`.
 const HEADER: usize = 12;
 
-/// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`; `None` for FDB entries of bridges, proxy entries and
+/// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`. `None` for FDB entries of bridges, proxy entries and
 /// other address families.
 pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
     let (&[family, _, _, _, a, b, c, d, e, f, flags, _], attributes) = message.split::<HEADER>()?;
-    let (family, state) = (family.into(), u16::from_ne_bytes([e, f]));
-    let (is_in, has) = (|bit: Nud| state & bit.bits() != 0, |bit: Ntf| flags & bit.bits() != 0);
+    let family = RtAddrFamily::from(family);
     let fdb = family == BRIDGE;
     if !fdb && family_of(family).is_none() {
         return None;
     }
     // Proxy entries are in a separate table. An FDB entry with `NTF_MASTER` and without `NTF_SELF`
     // belongs to the bridge that the device is a port of.
-    if has(Ntf::PROXY) || (fdb && !has(Ntf::SELF)) {
+    let has_flag = |flag: Ntf| flags & flag.bits() != 0;
+    if has_flag(Ntf::PROXY) || (fdb && !has_flag(Ntf::SELF)) {
         return None;
     }
+    let states = u16::from_ne_bytes([e, f]);
+    let is_in = |state: Nud| states & state.bits() != 0;
     let permanent = is_in(Nud::PERMANENT);
     let mut read = NeighMessage {
         index: u32::from_ne_bytes([a, b, c, d]),
@@ -104,18 +106,18 @@ impl NeighMessage {
         self.permanent && !self.unrepresentable && !self.by_nexthop && !self.marked
     }
 
-    /// The key; `None` if a neighbour has no address, or an FDB entry has no MAC address.
+    /// The key, or `None` if a neighbour has no address, or an FDB entry has no MAC address.
     pub(crate) fn key(&self, link: LinkName) -> Option<Key> {
         if self.fdb { Some(Key::Fdb(link, self.mac?)) } else { Some(Key::Neigh(link, self.dst?)) }
     }
 
-    /// The object; `None` if the entry ages, or lacks an address or a MAC address. `dst` of an FDB
-    /// entry that uses nexthop objects is 0.0.0.0.
+    /// The object, or `None` if the entry ages, or lacks an address or a MAC address. `dst` of an
+    /// FDB entry that uses nexthop objects is 0.0.0.0.
     pub(crate) fn object(&self, link: LinkName) -> Option<Object> {
         let mac = self.mac.filter(|_| self.is_static)?;
         if self.fdb {
-            let nowhere = Family::V4.unspecified();
-            return Some(Fdb { link, mac, dst: self.dst.unwrap_or(nowhere) }.into());
+            let dst = self.dst.unwrap_or(Family::V4.unspecified());
+            return Some(Fdb { link, mac, dst }.into());
         }
         Some(Neigh { link, address: self.dst?, mac }.into())
     }
@@ -134,7 +136,8 @@ impl EventMessage for NeighMessage {
 
 /// `struct ndmsg`.
 pub(super) fn header(family: RtAddrFamily, index: u32, state: Nud, flags: Ntf) -> [u8; HEADER] {
-    let ([a, b, c, d], [e, f]) = (index.to_ne_bytes(), state.bits().to_ne_bytes());
+    let [a, b, c, d] = index.to_ne_bytes();
+    let [e, f] = state.bits().to_ne_bytes();
     [family.into(), 0, 0, 0, a, b, c, d, e, f, flags.bits(), Rtn::Unspec.into()]
 }
 
@@ -152,13 +155,23 @@ pub(crate) fn delete(requests: &mut Messages, neigh: &Neigh, index: u32) {
     requests.begin(Rtm::Delneigh, NlmF::empty(), &header).ip(Nda::Dst, neigh.address);
 }
 
-/// Reads `RTM_NEWNEIGH` about a proxy entry (`ip neigh add proxy`): the index of its link and the
-/// address for which this host answers there. `None` for other entries.
-pub(crate) fn read_proxy(message: &Message<'_>) -> Option<(u32, IpAddr)> {
+/// A proxy entry (`ip neigh add proxy`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct ProxyEntry {
+    /// The index of the link, or 0 if it has no link.
+    pub(crate) index: u32,
+    /// The address for which this host answers on the link.
+    pub(crate) address: IpAddr,
+}
+
+/// Reads `RTM_NEWNEIGH` about a proxy entry. `None` for other entries.
+pub(crate) fn read_proxy(message: &Message<'_>) -> Option<ProxyEntry> {
     let (&[_, _, _, _, a, b, c, d, _, _, flags, _], mut attributes) = message.split::<HEADER>()?;
+    if flags & Ntf::PROXY.bits() == 0 {
+        return None;
+    }
     let (_, address) = attributes.find(|(id, _)| Nda::from(*id) == Nda::Dst)?;
-    let is_proxy = flags & Ntf::PROXY.bits() != 0;
-    Some((u32::from_ne_bytes([a, b, c, d]), ip_of(address).filter(|_| is_proxy)?))
+    Some(ProxyEntry { index: u32::from_ne_bytes([a, b, c, d]), address: ip_of(address)? })
 }
 
 pub(crate) fn delete_proxy(requests: &mut Messages, address: IpAddr, index: u32) {

@@ -43,7 +43,7 @@ pub(crate) fn is_event(kind: u16) -> bool {
     matches!(kind, NEW | DELETE)
 }
 
-/// Reads `RTM_NEWNEXTHOP` and `RTM_DELNEXTHOP`; `None` if the message is malformed.
+/// Reads `RTM_NEWNEXTHOP` and `RTM_DELNEXTHOP`. `None` if the message is malformed.
 pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
     let (&[_, _, protocol, _, flags @ ..], attributes) = message.split::<HEADER>()?;
     let mut read = NexthopMessage {
@@ -66,26 +66,25 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
     Some(read)
 }
 
-/// The id of a group and the ids of its members; `None` if the nexthop is not a group.
-pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
+/// The id of a group and the ids of the nexthop objects in it. `None` if the message is not about a
+/// group.
+pub(crate) fn group(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
     let (_, attributes) = message.split::<HEADER>()?;
-    let (mut id, mut members) = (0, None);
+    let mut group = 0;
+    let mut nexthops = None;
     for (kind, value) in attributes {
         match kind {
-            ID => id = u32_of(value)?,
+            ID => group = u32_of(value)?,
             // `struct nexthop_grp` has 8 bytes: the id, then the weight and reserved bytes.
-            GROUP => {
-                members =
-                    Some(value.chunks_exact(8).filter_map(|member| u32_of(&member[..4])).collect());
-            }
+            GROUP => nexthops = Some(value.chunks_exact(8).filter_map(u32_of).collect()),
             _ => {}
         }
     }
-    Some((id, members?))
+    Some((group, nexthops?))
 }
 
 impl NexthopMessage {
-    /// The object; `None` if it is unrepresentable or has no gateway.
+    /// The object, or `None` if it is unrepresentable or has no gateway.
     pub(crate) fn object(&self, link: LinkName) -> Option<Nexthop> {
         if self.unrepresentable {
             return None;

@@ -44,11 +44,11 @@ const MAIN: u32 = 254;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RouteMessage {
     pub(crate) dst: Subnet,
-    /// It is in the main table.
+    /// Whether it is in the main table.
     pub(crate) main: bool,
-    /// It has no source prefix, no TOS, and the metric of a route of ours: the default metric, or
-    /// the largest one for a last-resort route. Other routes are never the same kernel entry as a
-    /// route of ours.
+    /// It has no source prefix, no TOS, and the metric that our routes have: the default metric, or
+    /// the largest metric for a last-resort route. Other routes are never the same kernel entry as
+    /// a route of ours.
     pub(crate) default_metric: bool,
     /// The TOS (`tos` of `ip route`), which only IPv4 routes have. Packets with this TOS take the
     /// route before those without a TOS, whatever the metrics are.
@@ -64,19 +64,19 @@ pub(crate) struct RouteMessage {
     pub(crate) protocol: u8,
     /// The route type.
     pub(crate) kind: Rtn,
-    /// The index of the link; 0 if there is none.
+    /// The index of the link, or 0 if it has no link.
     pub(crate) index: u32,
     pub(crate) gateway: Option<IpAddr>,
     /// The preferred source address (`src` of `ip route`).
     pub(crate) source: Option<IpAddr>,
     /// It has several paths.
     pub(crate) multipath: bool,
-    /// The id of the nexthop object that it uses; `None` if it uses none. If it uses one, the
-    /// kernel also reports the gateway or the paths of that object. They are ignored.
+    /// The id of the nexthop object that it uses, or `None` if it does not use one. The kernel also
+    /// reports the gateway or the paths of that object. They are ignored.
     pub(crate) nexthop: Option<u32>,
     scope: RtScope,
     onlink: bool,
-    /// The MTU in bytes; `None` if the route has none.
+    /// The MTU in bytes, or `None` if the route does not set one.
     mtu: Option<u16>,
     /// No [`Route`] can represent it.
     unrepresentable: bool,
@@ -84,36 +84,15 @@ pub(crate) struct RouteMessage {
     more: bool,
 }
 
-/// Reads `RTM_NEWROUTE` and `RTM_DELROUTE`; `None` for other types of messages and other address
+/// Reads `RTM_NEWROUTE` and `RTM_DELROUTE`. `None` for other types of messages and other address
 /// families, and if the message is malformed.
 pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
     if message.kind != u16::from(Rtm::Newroute) && message.kind != u16::from(Rtm::Delroute) {
         return None;
     }
-    let (&[family, len, src_len, tos, table, protocol, scope, kind, flags @ ..], attributes) =
-        message.split::<HEADER>()?;
-    let (family, flags) = (family_of(family.into())?, u32::from_ne_bytes(flags));
-    let mut read = RouteMessage {
-        dst: Subnet::new(family.unspecified(), len)?,
-        main: u32::from(table) == MAIN,
-        default_metric: true,
-        tos,
-        from: None,
-        metric: 0,
-        last_resort: false,
-        protocol,
-        kind: kind.into(),
-        index: 0,
-        gateway: None,
-        source: None,
-        multipath: false,
-        nexthop: None,
-        scope: scope.into(),
-        onlink: flags & ONLINK != 0,
-        mtu: None,
-        unrepresentable: flags & CLONED != 0,
-        more: false,
-    };
+    let (header, attributes) = message.split::<HEADER>()?;
+    let &[_, len, src_len, ..] = header;
+    let mut read = RouteMessage::of_header(header)?;
     let mut other_family = false;
     for (id, value) in attributes {
         match id {
@@ -137,14 +116,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
                 Rta::Priority => read.metric = u32_of(value)?,
                 Rta::Table => read.main = u32_of(value)? == MAIN,
                 Rta::Multipath => read.multipath = true,
-                Rta::Metrics => {
-                    for (metric, value) in Attributes(value) {
-                        match u32_of(value).map(u16::try_from) {
-                            Some(Ok(mtu)) if metric == RTAX_MTU => read.mtu = Some(mtu),
-                            _ => read.more = true,
-                        }
-                    }
-                }
+                Rta::Metrics => read.take_metrics(Attributes(value)),
                 // `rta_expires` of `struct rta_cacheinfo`.
                 Rta::Cacheinfo => {
                     read.more |= value.get(8..).and_then(u32_of).is_some_and(|time| time != 0);
@@ -155,13 +127,13 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
     }
     read.unrepresentable |= other_family && read.nexthop.is_none();
     read.last_resort = read.kind == Rtn::Blackhole && read.metric == LAST_RESORT;
-    let is_default = read.metric == default_metric(family) || read.last_resort;
-    read.default_metric = is_default && tos == 0 && src_len == 0;
+    let is_default = read.metric == default_metric(read.dst.family()) || read.last_resort;
+    read.default_metric = is_default && read.tos == 0 && src_len == 0;
     Some(read)
 }
 
-/// The scope of a route of ours: for IPv4, `link` if the destination is on the link (`to_link`).
-/// IPv6 routes have no scopes.
+/// The scope of a route of ours. For IPv4 it is `link` if the destination is on the link
+/// (`to_link`). IPv6 routes have no scopes.
 fn scope_of(family: Family, to_link: bool) -> RtScope {
     if to_link && family == Family::V4 { RtScope::Link } else { RtScope::Universe }
 }
@@ -174,6 +146,43 @@ const fn default_metric(family: Family) -> u32 {
 }
 
 impl RouteMessage {
+    /// Reads `struct rtmsg`. `None` for other address families.
+    fn of_header(header: &[u8; HEADER]) -> Option<Self> {
+        let &[family, len, _, tos, table, protocol, scope, kind, flags @ ..] = header;
+        let flags = u32::from_ne_bytes(flags);
+        Some(Self {
+            dst: Subnet::new(family_of(family.into())?.unspecified(), len)?,
+            main: u32::from(table) == MAIN,
+            default_metric: true,
+            tos,
+            from: None,
+            metric: 0,
+            last_resort: false,
+            protocol,
+            kind: kind.into(),
+            index: 0,
+            gateway: None,
+            source: None,
+            multipath: false,
+            nexthop: None,
+            scope: scope.into(),
+            onlink: flags & ONLINK != 0,
+            mtu: None,
+            unrepresentable: flags & CLONED != 0,
+            more: false,
+        })
+    }
+
+    /// Reads the metrics of `RTA_METRICS`. Only the MTU can be represented.
+    fn take_metrics(&mut self, metrics: Attributes<'_>) {
+        for (metric, value) in metrics {
+            match u32_of(value).map(u16::try_from) {
+                Some(Ok(mtu)) if metric == RTAX_MTU => self.mtu = Some(mtu),
+                _ => self.more = true,
+            }
+        }
+    }
+
     /// The scope that a route of ours with the same destination and path has.
     fn usual_scope(&self) -> RtScope {
         let to_link = self.kind == Rtn::Unicast && self.gateway.is_none() && self.nexthop.is_none();
@@ -192,7 +201,7 @@ impl RouteMessage {
         self.nexthop.is_some() && (self.mtu.is_some() || self.more)
     }
 
-    /// Whether it is the same kernel entry as a route of ours could be, except for a TOS.
+    /// Whether it is the kernel entry that a route of ours would have, except for a TOS.
     fn is_like_ours(&self) -> bool {
         self.main && (self.default_metric || self.tos != 0)
     }
@@ -203,7 +212,7 @@ impl RouteMessage {
     }
 
     /// Whether a request can delete this route and leave the route in front of it, to the same
-    /// destination. `way` is the path of this route, `first` that of the route in front.
+    /// destination. `own` is the path of this route, `first` is the path of the route in front.
     ///
     /// For IPv4 the kernel compares the whole path except `onlink`. For IPv6 it does not compare
     /// the type. A request without a gateway matches a route via any gateway. A request without a
@@ -211,13 +220,13 @@ impl RouteMessage {
     ///
     /// **Source**: linux `net/ipv4/fib_trie.c: fib_table_delete`, `net/ipv6/route.c:
     /// ip6_route_del`.
-    pub(crate) fn is_distinct_from(&self, way: &Via, first: &Via) -> bool {
-        let bare = |via: &Via| match *via {
+    pub(crate) fn is_distinct_from(&self, own: &Via, first: &Via) -> bool {
+        let without_onlink = |via: &Via| match *via {
             Via::Gateway { gateway, link, .. } => Via::Gateway { gateway, link, onlink: false },
             via => via,
         };
         match self.dst.family() {
-            Family::V4 => bare(way) != bare(first),
+            Family::V4 => without_onlink(own) != without_onlink(first),
             Family::V6 => {
                 self.nexthop.is_some()
                     || (self.gateway.is_some() && !matches!(first, Via::Nexthop(_)))
@@ -229,31 +238,31 @@ impl RouteMessage {
     /// is gone by then.
     ///
     /// The kernel does not compare a gateway, a nexthop id or a protocol that the request leaves
-    /// out. If `behind` uses a nexthop object, it compares only the id and the protocol.
+    /// out. If `behind` uses a nexthop object, the kernel compares only the id and the protocol.
     ///
     /// **Source**: linux `net/ipv6/route.c: ip6_route_del`.
     pub(crate) fn deletion_spares(&self, behind: &Self) -> bool {
-        let by_way = self.gateway.is_some() || (self.index != 0 && self.index != behind.index);
+        let other_path = self.gateway.is_some() || (self.index != 0 && self.index != behind.index);
         self.nexthop.is_some()
-            || (by_way && behind.nexthop.is_none())
+            || (other_path && behind.nexthop.is_none())
             || (self.protocol != behind.protocol && self.protocol != 0)
     }
 
-    /// The route, as far as [`Route`] represents it; `None` if it is unrepresentable, in another
+    /// The route, as far as [`Route`] represents it. `None` if it is unrepresentable, in another
     /// table or of another metric, or if its link has no known name. `name` returns the name of the
     /// link with an index.
     pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
         if self.default_metric { self.with_any_metric(name) } else { None }
     }
 
-    /// Like [`RouteMessage::object`], but also for a route with a TOS or another metric, which the
-    /// result lacks.
+    /// Like [`RouteMessage::object`], but also returns a route that has a TOS or another metric.
+    /// The result lacks both.
     pub(crate) fn with_any_metric(
         &self,
         name: impl FnOnce(u32) -> Option<LinkName>,
     ) -> Option<Route> {
-        let several = self.multipath && self.nexthop.is_none();
-        if self.unrepresentable || several || !self.main {
+        let has_several_paths = self.multipath && self.nexthop.is_none();
+        if self.unrepresentable || has_several_paths || !self.main {
             return None;
         }
         let via = match (self.kind, self.nexthop, self.gateway) {
@@ -294,9 +303,9 @@ impl EventMessage for RouteMessage {
                 _ => KernelEvent::Related(key),
             });
         }
-        // `EXCL` marks the first route of the destination, TOS and metric, `REPLACE` one that
-        // replaced another. A new route with neither was added to existing ones. Without `APPEND`,
-        // an IPv4 route is in front of them, as if it had replaced the first one (linux
+        // `EXCL` marks the first route of the destination, TOS and metric. `REPLACE` marks a route
+        // that replaced another. A new route with neither was added to existing routes. Without
+        // `APPEND`, an IPv4 route is in front of them, as if it had replaced the first one (linux
         // `fib_table_insert`).
         let is_first = NlmF::EXCL | NlmF::REPLACE;
         let is_behind = self.dst.family() == Family::V6 || flags.contains(NlmF::APPEND);
@@ -318,13 +327,19 @@ impl EventMessage for RouteMessage {
 impl fmt::Display for RouteMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "route {}", self.dst)?;
-        self.nexthop.map_or(Ok(()), |id| write!(f, " nhid {id}"))?;
+        if let Some(id) = self.nexthop {
+            write!(f, " nhid {id}")?;
+        }
         write!(f, " proto {}", self.protocol)?;
-        self.source.map_or(Ok(()), |source| write!(f, " src {source}"))?;
-        match (self.main, self.default_metric) {
-            (false, _) => f.write_str(" of another table"),
-            (true, false) => f.write_str(" with a metric or TOS of its own"),
-            (true, true) => Ok(()),
+        if let Some(source) = self.source {
+            write!(f, " src {source}")?;
+        }
+        if !self.main {
+            f.write_str(" of another table")
+        } else if !self.default_metric {
+            f.write_str(" with a metric or TOS of its own")
+        } else {
+            Ok(())
         }
     }
 }

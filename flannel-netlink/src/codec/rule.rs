@@ -1,4 +1,4 @@
-//! Routing rules, and the tables that they name. flannel makes no rules: they are only read.
+//! Routing rules, and the tables that they name. flannel only reads rules.
 
 use flannel_core::Subnet;
 use flannel_core::address::Family;
@@ -21,7 +21,7 @@ pub(crate) fn all(family: Family) -> Messages {
     Messages::one(Rtm::Getrule, NlmF::empty(), &header)
 }
 
-/// Reads `RTM_NEWRULE`; `None` for other types of messages and other address families, and if the
+/// Reads `RTM_NEWRULE`. `None` for other types of messages and other address families, and if the
 /// message is malformed.
 pub(crate) fn read(message: &Message<'_>) -> Option<Rule> {
     if message.kind != u16::from(Rtm::Newrule) {
@@ -40,7 +40,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<Rule> {
         suppressed: None,
         action: RuleAction::Other,
     };
-    let (mut table, mut goto) = (u32::from(table), 0);
+    let mut table = u32::from(table);
+    let mut goto = 0;
     for (id, value) in attributes {
         match Frattr::from(id) {
             Frattr::Priority => rule.priority = u32_of(value)?,
@@ -49,7 +50,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<Rule> {
             Frattr::Src => rule.src = Some(Subnet::new(ip_of(value)?, src_len)?),
             Frattr::Dst => rule.dst = Some(Subnet::new(ip_of(value)?, dst_len)?),
             Frattr::Iifname => rule.iif = Some(text_of(value)?),
-            // -1: no routes are suppressed.
+            // It is -1 if no routes are suppressed.
             Frattr::SuppressPrefixlen => rule.suppressed = u8::try_from(u32_of(value)?).ok(),
             // The kernel looks up the routes of forwarded packets for the user 0.
             Frattr::UidRange if value.starts_with(&[0; 4]) => {}
@@ -78,7 +79,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<Rule> {
     Some(rule)
 }
 
-/// The table of a route, which `RTM_NEWROUTE` reports; `None` if the message is malformed.
+/// The table of a route, which `RTM_NEWROUTE` reports, or `None` if the message is malformed.
 pub(crate) fn table_of(message: &Message<'_>) -> Option<u32> {
     let (header, mut attributes) = message.split::<HEADER>()?;
     match attributes.find(|(id, _)| Rta::from(*id) == Rta::Table) {

@@ -67,7 +67,7 @@ pub(crate) struct DeviceMessage {
     /// The public key; all zero if the device has none.
     pub(crate) public: PublicKey,
     pub(crate) port: u16,
-    /// The mark of outer packets; 0: none.
+    /// The mark of outer packets, or 0 if they have no mark.
     pub(crate) fwmark: u32,
     pub(crate) peers: Vec<PeerMessage>,
 }
@@ -77,10 +77,10 @@ pub(crate) struct DeviceMessage {
 pub(crate) struct PeerMessage {
     pub(crate) key: PublicKey,
     pub(crate) psk: Option<Secret>,
-    /// `None`: no address is known.
+    /// The address to which the kernel sends, or `None` if it knows no address.
     pub(crate) endpoint: Option<SocketAddr>,
     pub(crate) keepalive: u16,
-    /// The time of the last completed handshake; `None`: there was none.
+    /// The time of the last completed handshake, or `None` if there was no handshake.
     pub(crate) handshake: Option<SystemTime>,
     /// Received bytes, with headers of WireGuard.
     pub(crate) received: u64,
@@ -92,11 +92,16 @@ pub(crate) struct PeerMessage {
     more_allowed: bool,
 }
 
-/// Reads one message of a dump; `None` for other messages.
+/// Reads one message of a dump. `None` for other messages.
 pub(crate) fn read(message: &Message<'_>) -> Option<DeviceMessage> {
     let (_, attributes) = message.split::<HEADER>()?;
-    let (key, public) = (Secret::new([0; 32]), PublicKey([0; 32]));
-    let mut read = DeviceMessage { key, public, port: 0, fwmark: 0, peers: Vec::new() };
+    let mut read = DeviceMessage {
+        key: Secret::new([0; 32]),
+        public: PublicKey([0; 32]),
+        port: 0,
+        fwmark: 0,
+        peers: Vec::new(),
+    };
     for (id, value) in attributes {
         match id {
             device::PRIVATE_KEY => read.key = Secret::new(key_of(value)?),
@@ -133,7 +138,7 @@ fn read_peer(attributes: &[u8]) -> Option<PeerMessage> {
     for (id, value) in Attributes(attributes) {
         match id {
             peer::PUBLIC_KEY => read.key = PublicKey(key_of(value)?),
-            // Without one the kernel sends zeros.
+            // The kernel sends zeros if the peer has no preshared key.
             peer::PRESHARED_KEY => {
                 read.psk = Some(key_of(value)?).filter(|key| *key != [0; 32]).map(Secret::new);
             }
@@ -174,12 +179,17 @@ fn endpoint_of(value: &[u8]) -> Option<SocketAddr> {
     Some((address, port).into())
 }
 
-/// `struct __kernel_timespec`. Outer `None`: it is cut short. Inner `None`: zero, for no time.
+/// `struct __kernel_timespec`. The outer `None` stands for a value that is cut short, the inner
+/// `None` for zero, which means that there is no time.
 fn time_of(value: &[u8]) -> Option<Option<SystemTime>> {
-    let (seconds, nanoseconds) = (u64_of(value)?, u64_of(value.get(8..)?)?);
+    let seconds = u64_of(value)?;
+    let nanoseconds = u64_of(value.get(8..)?)?;
     let nanoseconds = u32::try_from(nanoseconds).unwrap_or(0).min(999_999_999);
-    let since = Duration::new(seconds, nanoseconds);
-    Some((!since.is_zero()).then(|| SystemTime::UNIX_EPOCH.checked_add(since)).flatten())
+    let since_epoch = Duration::new(seconds, nanoseconds);
+    if since_epoch.is_zero() {
+        return Some(None);
+    }
+    Some(SystemTime::UNIX_EPOCH.checked_add(since_epoch))
 }
 
 fn u64_of(value: &[u8]) -> Option<u64> {
@@ -188,7 +198,7 @@ fn u64_of(value: &[u8]) -> Option<u64> {
 
 impl DeviceMessage {
     /// Joins the messages of a dump. The kernel repeats a peer if its subnets did not fit into one
-    /// message. `None`: there are no messages.
+    /// message. `None` if there are no messages.
     pub(crate) fn join(messages: impl IntoIterator<Item = Self>) -> Option<Self> {
         let mut messages = messages.into_iter();
         let mut all = messages.next()?;
@@ -216,7 +226,7 @@ impl PeerMessage {
         !self.more_allowed
     }
 
-    /// The object. A peer without an address has an unspecified one.
+    /// The object. If the kernel knows no address of the peer, its endpoint is 0.0.0.0:0.
     pub(crate) fn object(&self, link: LinkName) -> Peer {
         let Self { key, ref psk, endpoint, keepalive, allowed, .. } = *self;
         let endpoint = endpoint.unwrap_or_else(|| (Ipv4Addr::UNSPECIFIED, 0).into());
@@ -253,12 +263,12 @@ pub(crate) enum PeerChange<'a> {
     /// Creates or changes it.
     Put {
         peer: &'a Peer,
-        /// Leave its endpoint as it is.
+        /// Whether its endpoint stays as it is.
         keep_endpoint: bool,
-        /// It may have a preshared key. If `peer` has none, it is removed.
+        /// Whether it may have a preshared key, which is removed if `peer` has no key.
         had_psk: bool,
     },
-    /// Deletes it. It is no error if there is no such peer.
+    /// Deletes it. If there is no such peer, nothing happens.
     Delete(PublicKey),
 }
 
@@ -401,8 +411,8 @@ pub(crate) mod tests {
             psk: Some(Secret::new([0x31; 32])),
             keepalive: 25,
         };
-        let (key, attributes) = (PublicKey([0x21; 32]), Box::new(attributes));
-        let peer = Peer { key, attributes, ..peer() };
+        let key = PublicKey([0x21; 32]);
+        let peer = Peer { key, attributes: Box::new(attributes), ..peer() };
         // The numbers of list elements, which the kernel ignores, differ.
         let without_numbers = |mut bytes: Vec<u8>| {
             let second = bytes.len() - 40 + 2;
@@ -419,16 +429,18 @@ pub(crate) mod tests {
         first.port = 51820;
         let mut rest = first.clone();
         let all = DeviceMessage::join([first.clone(), rest.clone()]).unwrap();
-        assert_eq!((all.port, all.peers.len(), all.peers[0].is_exact()), (51820, 1, false));
+        assert_eq!(all.port, 51820);
+        assert_eq!(all.peers.len(), 1);
+        assert!(!all.peers[0].is_exact());
         rest.peers[0].allowed = Dual { v4: None, v6: "fd00::/64".parse().ok() };
         let all = DeviceMessage::join([first.clone(), rest.clone()]).unwrap();
-        assert_eq!(
-            (all.peers[0].allowed, all.peers[0].is_exact()),
-            (Dual { v4: "10.1.8.0/24".parse().ok(), v6: "fd00::/64".parse().ok() }, true)
-        );
+        let both = Dual { v4: "10.1.8.0/24".parse().ok(), v6: "fd00::/64".parse().ok() };
+        assert_eq!(all.peers[0].allowed, both);
+        assert!(all.peers[0].is_exact());
         rest.peers[0].key = PublicKey([1; 32]);
         let all = DeviceMessage::join([first, rest]).unwrap();
-        assert_eq!((all.peers.len(), all.peers[0].is_exact()), (2, true));
+        assert_eq!(all.peers.len(), 2);
+        assert!(all.peers[0].is_exact());
         assert_eq!(DeviceMessage::join([]), None);
     }
 
@@ -447,8 +459,8 @@ pub(crate) mod tests {
         #[test]
         fn peers_round_trip(peers in prop::collection::vec(any_peer(), 0..4)) {
             let changes: Vec<_> = peers.iter().map(put).collect();
-            let got = reread(set_peers(30, 7, &changes));
-            let got: Vec<Peer> = got.peers.iter().map(|p| p.object(peer().link)).collect();
+            let device = reread(set_peers(30, 7, &changes));
+            let got: Vec<Peer> = device.peers.iter().map(|p| p.object(peer().link)).collect();
             prop_assert_eq!(got, peers);
         }
 
@@ -456,7 +468,9 @@ pub(crate) mod tests {
         fn devices_round_trip(key: [u8; 32], port: u16) {
             let wanted = Wireguard { key: Secret::new(key), port };
             let got = reread(set(30, 7, &wanted));
-            prop_assert_eq!((got.key, got.port, got.fwmark), (wanted.key, port, 0));
+            prop_assert_eq!(got.key, wanted.key);
+            prop_assert_eq!(got.port, port);
+            prop_assert_eq!(got.fwmark, 0);
         }
     }
 }

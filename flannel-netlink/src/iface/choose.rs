@@ -9,36 +9,10 @@ use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use regex_lite::Regex;
 
-use super::{Facts, Interface};
+use super::selectors::Selector;
+use super::{Facts, Interface, Selectors};
 
-/// The options that select the external interface. If `iface`, `iface_regex` and `can_reach` are
-/// empty, the public address selects it: it must be an address of the interface. If there is no
-/// public address either, the default route selects it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Selectors {
-    /// Names or addresses of interfaces (`--iface`), tried first, in this order.
-    pub iface: Vec<String>,
-    /// Regular expressions for addresses, then for names (`--iface-regex`), tried next.
-    pub iface_regex: Vec<String>,
-    /// An address to which the kernel sends packets through the interface (`--iface-can-reach`),
-    /// tried last.
-    pub can_reach: Option<IpAddr>,
-    /// The addresses at which peers reach this host (`--public-ip`, `--public-ipv6`); `None` for
-    /// the address of the interface.
-    pub public: Dual<IpAddr>,
-}
-
-impl Selectors {
-    /// Whether the default route is the selector.
-    pub(crate) fn by_default_route(&self) -> bool {
-        self.iface.is_empty()
-            && self.iface_regex.is_empty()
-            && self.can_reach.is_none()
-            && self.public.iter().next().is_none()
-    }
-}
-
-/// The reason why no external interface was chosen.
+/// Why no external interface was chosen.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SelectError {
@@ -58,7 +32,7 @@ pub enum SelectError {
 pub struct Attempt {
     /// The selector: the name of its option and its value, such as `iface eth7`.
     pub selector: String,
-    /// The reason why it did not match.
+    /// Why it did not match.
     pub reason: String,
 }
 
@@ -110,42 +84,28 @@ pub fn choose(
 ) -> Result<ExternalInterface, SelectError> {
     let choice =
         Choice { facts, families: families.into_iter().collect(), public: selectors.public };
-    let iface = &selectors.iface;
-    let iface = iface.iter().map(|text| (format!("iface {text}"), choice.by_iface(text)));
-    let regex = &selectors.iface_regex;
-    let regex = regex.iter().map(|regex| (format!("iface-regex {regex}"), choice.by_regex(regex)));
-    let reach = selectors.can_reach.iter();
-    let reach = reach.map(|dst| (format!("iface-can-reach {dst}"), choice.by_reach(*dst)));
-    let is_given = iface.len() + regex.len() + reach.len() > 0;
-    let fallback = (!is_given).then(|| choice.by_public_or_default());
     let mut tried = Vec::new();
-    for (selector, found) in iface.chain(regex).chain(reach).chain(fallback) {
-        match found.and_then(|found| choice.finish(found)) {
+    for selector in selectors.in_order() {
+        match choice.find(&selector).and_then(|found| choice.finish(found)) {
             Ok(chosen) => return Ok(chosen),
-            Err(reason) => tried.push(Attempt { selector, reason }),
+            Err(reason) => tried.push(Attempt { selector: selector.to_string(), reason }),
         }
     }
     Err(SelectError::NoneFits { tried })
 }
 
 impl<'a> Choice<'a> {
-    /// The selector for the case that the user gave none, and its match.
-    fn by_public_or_default(&self) -> (String, Result<Found<'a>, String>) {
-        match self.public.iter().next() {
-            Some((Family::V4, address)) => {
-                (format!("public-ip {address}"), self.by_address(*address))
-            }
-            Some((Family::V6, address)) => {
-                (format!("public-ipv6 {address}"), self.by_address(*address))
-            }
-            None => ("default route".to_owned(), self.by_default_route()),
-        }
-    }
-
-    fn by_iface(&self, text: &str) -> Result<Found<'a>, String> {
-        match text.parse() {
-            Ok(address) => self.by_address(address),
-            Err(_) => self.by_name(text),
+    /// The interface that matches a selector, or the reason why no interface does.
+    fn find(&self, selector: &Selector<'_>) -> Result<Found<'a>, String> {
+        match selector {
+            Selector::Iface(text) => match text.parse() {
+                Ok(address) => self.by_address(address),
+                Err(_) => self.by_name(text),
+            },
+            Selector::IfaceRegex(regex) => self.by_regex(regex),
+            Selector::CanReach(address) => self.by_reach(*address),
+            Selector::Public(address) => self.by_address(*address),
+            Selector::DefaultRoute => self.by_default_route(),
         }
     }
 
@@ -158,9 +118,12 @@ impl<'a> Choice<'a> {
         }
         let has =
             |interface: &Interface, wanted| interface.addresses.iter().any(|a| a.address == wanted);
-        let interface = self.facts.interfaces.iter().find(|interface| has(interface, address));
-        let interface =
-            interface.ok_or_else(|| format!("no interface has the address {address}"))?;
+        let interface = self
+            .facts
+            .interfaces
+            .iter()
+            .find(|interface| has(interface, address))
+            .ok_or_else(|| format!("no interface has the address {address}"))?;
         let public_v6 = self.public.v6.filter(|_| self.families.len() > 1);
         if let Some(public) = public_v6.filter(|public| !has(interface, *public)) {
             return Err(format!(
@@ -168,15 +131,14 @@ impl<'a> Choice<'a> {
                 interface.name
             ));
         }
-        let given = |wanted| match wanted {
-            _ if wanted == family => Some(address),
-            Family::V6 => public_v6,
-            Family::V4 => None,
+        let address_of = |wanted| match public_v6 {
+            _ if wanted == family => Ok(address),
+            Some(public) if wanted == Family::V6 => Ok(public),
+            _ => best(interface, wanted),
         };
-        let best = |family| given(family).map_or_else(|| best(interface, family), Ok);
         Ok(Found {
             interface,
-            address: self.addresses(best)?,
+            address: self.addresses(address_of)?,
             reason: format!("it has the address {address}"),
         })
     }
@@ -192,22 +154,24 @@ impl<'a> Choice<'a> {
         let regex =
             Regex::new(text).map_err(|error| format!("not a regular expression: {error}"))?;
         for interface in &self.facts.interfaces {
-            let matching = |family| {
-                let mut candidates = candidates(interface, family).into_iter();
-                candidates
+            let matching = self.addresses(|family| {
+                candidates(interface, family)
+                    .into_iter()
                     .find(|address| regex.is_match(&address.to_string()))
                     .ok_or_else(String::new)
-            };
-            if let Ok(address) = self.addresses(matching) {
+            });
+            if let Ok(address) = matching {
                 let texts: Vec<String> = address.values().map(ToString::to_string).collect();
                 let reason = format!("its address {} matches {text}", texts.join(" and "));
                 return Ok(Found { interface, address, reason });
             }
         }
-        let named =
-            self.facts.interfaces.iter().find(|interface| regex.is_match(interface.name.as_str()));
-        let interface =
-            named.ok_or_else(|| "matches no interface's addresses and no name".to_owned())?;
+        let interface = self
+            .facts
+            .interfaces
+            .iter()
+            .find(|interface| regex.is_match(interface.name.as_str()))
+            .ok_or_else(|| "matches no interface's addresses and no name".to_owned())?;
         self.with_best(interface, format!("its name matches {text}"))
     }
 
@@ -237,9 +201,9 @@ impl<'a> Choice<'a> {
         for family in &self.families {
             let route = self.facts.default[*family]
                 .ok_or_else(|| format!("there is no {family} default route"))?;
-            let several =
-                || format!("the {family} default route does not leave by a single interface");
-            let link = route.link.ok_or_else(several)?;
+            let link = route.link.ok_or_else(|| {
+                format!("the {family} default route does not leave by a single interface")
+            })?;
             match chosen {
                 Some(other) if other != link => {
                     return Err(format!(
@@ -258,6 +222,7 @@ impl<'a> Choice<'a> {
         self.facts.interfaces.iter().find(|interface| interface.name.as_str() == name)
     }
 
+    /// A match of the interface, with its best address of each enabled family.
     fn with_best(&self, interface: &'a Interface, reason: String) -> Result<Found<'a>, String> {
         Ok(Found { interface, address: self.addresses(|family| best(interface, family))?, reason })
     }
@@ -276,9 +241,9 @@ impl<'a> Choice<'a> {
         if interface.mtu == 0 {
             return Err(format!("{} has the MTU 0", interface.name));
         }
-        let kept = |family| family == Family::V6 || self.families.contains(&family);
         let public = Dual::from_fn(|family| {
-            self.public[family].filter(|_| kept(family)).or(address[family])
+            let is_published = family == Family::V6 || self.families.contains(&family);
+            self.public[family].filter(|_| is_published).or(address[family])
         });
         Ok(ExternalInterface { name: interface.name, mtu: interface.mtu, address, public, reason })
     }
@@ -286,22 +251,27 @@ impl<'a> Choice<'a> {
 
 /// The best usable address of a family, or an error that names the interface.
 pub(super) fn best(interface: &Interface, family: Family) -> Result<IpAddr, String> {
-    let first = candidates(interface, family).first().copied();
-    first.ok_or_else(|| format!("{} has no usable {family} address", interface.name))
+    match candidates(interface, family)[..] {
+        [best, ..] => Ok(best),
+        [] => Err(format!("{} has no usable {family} address", interface.name)),
+    }
 }
 
 /// The usable addresses of a family, the best one first. Equally good ones are in the kernel's
 /// order.
 fn candidates(interface: &Interface, family: Family) -> Vec<IpAddr> {
-    let usable = interface.addresses.iter().filter(|a| a.usable && Family::of(a.address) == family);
-    let mut usable: Vec<_> = usable.filter(|a| is_unicast(a.address)).collect();
+    let mut usable: Vec<_> = interface
+        .addresses
+        .iter()
+        .filter(|a| a.usable && Family::of(a.address) == family && is_unicast(a.address))
+        .collect();
     usable.sort_by_key(|a| (is_link_local(a.address), !a.permanent, a.temporary));
     usable.into_iter().map(|a| a.address).collect()
 }
 
 fn is_unicast(address: IpAddr) -> bool {
-    let broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
-    !address.is_unspecified() && !address.is_loopback() && !address.is_multicast() && !broadcast
+    let is_broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
+    !address.is_unspecified() && !address.is_loopback() && !address.is_multicast() && !is_broadcast
 }
 
 pub(super) fn is_link_local(address: IpAddr) -> bool {
@@ -500,8 +470,8 @@ mod tests {
                 "no external interface: public-ip 203.0.113.1: no interface has the address \
                  203.0.113.1",
             ),
-            // With another selector, the public address is only published to peers. That of IPv6 is
-            // kept even if IPv6 is not enabled.
+            // With another selector, the public address is only published to peers. A public IPv6
+            // address is kept even if IPv6 is not enabled.
             (
                 &["eth0"],
                 none,
@@ -559,25 +529,25 @@ mod tests {
         let mut selectors = selectors(&["eth7"], &[], &[]);
         selectors.can_reach = Some("198.51.100.77".parse().unwrap());
         let reaching = |reach| Facts { reach, ..facts() };
-        let facts = reaching(via("198.51.100.9"));
+        let by_v4 = reaching(via("198.51.100.9"));
         assert_eq!(
-            chosen(&selectors, &V4, &facts),
+            chosen(&selectors, &V4, &by_v4),
             "eth1 198.51.100.9 -",
             "the source address that the kernel chose"
         );
-        assert_eq!(chosen(&selectors, &V6, &facts), "eth1 - 2001:db8:1::1");
-        assert_eq!(chosen(&selectors, &DUAL, &facts), "eth1 198.51.100.9 2001:db8:1::1");
+        assert_eq!(chosen(&selectors, &V6, &by_v4), "eth1 - 2001:db8:1::1");
+        assert_eq!(chosen(&selectors, &DUAL, &by_v4), "eth1 198.51.100.9 2001:db8:1::1");
         let both = "no external interface: iface eth7: no interface named eth7; iface-can-reach \
             198.51.100.77: ";
         let nowhere = reaching(Some(RouteAnswer::default()));
         assert_eq!(chosen(&selectors, &V4, &nowhere), format!("{both}there is no route to it"));
-        let mut local = via("198.51.100.77");
-        local.as_mut().unwrap().local = true;
-        let local = reaching(local);
+        let mut answer = via("198.51.100.77");
+        answer.as_mut().unwrap().local = true;
+        let local = reaching(answer);
         assert_eq!(chosen(&selectors, &V4, &local), format!("{both}it is an address of this host"));
         selectors.can_reach = Some("2001:db8:1::77".parse().unwrap());
-        let facts = reaching(via("2001:db8:1::9"));
-        assert_eq!(chosen(&selectors, &DUAL, &facts), "eth1 198.51.100.1 2001:db8:1::1");
+        let by_v6 = reaching(via("2001:db8:1::9"));
+        assert_eq!(chosen(&selectors, &DUAL, &by_v6), "eth1 198.51.100.1 2001:db8:1::1");
     }
 
     #[test]
@@ -653,6 +623,7 @@ mod tests {
             "no external interface: default route: eth0 has the MTU 0"
         );
         let got = choose(&selectors(&["eth1"], &[], &[]), V4, &facts).unwrap();
-        assert_eq!((got.mtu, got.reason.as_str()), (1500, "it is named eth1"));
+        assert_eq!(got.mtu, 1500);
+        assert_eq!(got.reason, "it is named eth1");
     }
 }

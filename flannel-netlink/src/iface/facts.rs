@@ -9,10 +9,10 @@ use flannel_core::object::LinkName;
 
 use crate::NetlinkKernel;
 use crate::codec::addr::AddrMessage;
+use crate::codec::link::LinkMessage;
 use crate::codec::{addr, link, route};
 use crate::kernel::query::{find_link, lookup, name_of};
 use crate::transport::socket::Socket;
-use crate::transport::wire::Message;
 
 use super::{SelectError, Selectors, choose};
 
@@ -28,10 +28,10 @@ const PERMANENT: u32 = 0x80;
 pub struct Facts {
     /// All interfaces, in the order of their indexes.
     pub interfaces: Vec<Interface>,
-    /// The first default route of each family in the main table; `None` if there is none. It is
-    /// read only if the default route is the selector, and `None` otherwise.
+    /// The first default route of each family in the main table, or `None` if there is no default
+    /// route. It is read only if the default route is the selector, and `None` otherwise.
     pub default: Dual<DefaultRoute>,
-    /// The route to [`Selectors::can_reach`]; `None` without that selector.
+    /// The route to [`Selectors::can_reach`], or `None` without that selector.
     pub reach: Option<RouteAnswer>,
 }
 
@@ -53,19 +53,20 @@ pub struct Interface {
 pub struct Address {
     /// The address.
     pub address: IpAddr,
-    /// It can be the address of this host for peers: it is not deprecated, tentative, a duplicate
-    /// or of `scope host`.
+    /// Whether it can be the address of this host for peers: it is not deprecated, tentative, a
+    /// duplicate or of `scope host`.
     pub usable: bool,
-    /// It does not expire.
+    /// Whether it never expires.
     pub permanent: bool,
-    /// For IPv6, it is a temporary address for privacy. For IPv4, it is a secondary address.
+    /// For IPv6, whether it is a temporary address for privacy. For IPv4, whether it is a secondary
+    /// address.
     pub temporary: bool,
 }
 
 /// A default route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DefaultRoute {
-    /// Its interface; `None` if the route has several paths or no interface.
+    /// Its interface, or `None` if the route has several paths or no interface.
     pub link: Option<LinkName>,
 }
 
@@ -122,34 +123,38 @@ pub(super) fn facts(socket: &mut Socket, selectors: &Selectors) -> Result<Facts,
     })
 }
 
-/// One interface and its index; `None` if it does not exist. The time does not depend on the number
-/// of interfaces and routes.
+/// One interface and its index, or `None` if it does not exist. The time does not depend on the
+/// number of interfaces and routes.
 pub(super) fn interface(
     socket: &mut Socket,
     name: LinkName,
 ) -> Result<Option<(u32, Interface)>, KernelError> {
     let Some(link) = find_link(socket, name)? else { return Ok(None) };
-    let on_it =
-        |message: &Message<'_>| addr::read(message).filter(|found| found.index == link.index);
-    let addresses = socket.dump(addr::on(link.index), on_it)?;
-    let addresses = addresses.iter().map(Address::from).collect();
-    Ok(Some((link.index, Interface { name: link.name, mtu: link.mtu, up: link.up, addresses })))
+    let addresses = socket.dump(addr::on(link.index), addr::read)?;
+    Ok(Some((link.index, Interface::of(&link, &addresses))))
 }
 
 fn interfaces(socket: &mut Socket) -> Result<Vec<Interface>, KernelError> {
     let mut links = socket.dump(link::all(), link::read)?;
     links.sort_by_key(|link| link.index);
     let addresses = socket.dump(addr::on(0), addr::read)?;
-    let of = |index| {
-        addresses.iter().filter(move |found| found.index == index).map(Address::from).collect()
-    };
-    let one = |link: &link::LinkMessage| Interface {
-        name: link.name,
-        mtu: link.mtu,
-        up: link.up,
-        addresses: of(link.index),
-    };
-    Ok(links.iter().map(one).collect())
+    Ok(links.iter().map(|link| Interface::of(link, &addresses)).collect())
+}
+
+impl Interface {
+    /// The interface of a link. Its addresses are chosen from `addresses`.
+    fn of(link: &LinkMessage, addresses: &[AddrMessage]) -> Self {
+        Self {
+            name: link.name,
+            mtu: link.mtu,
+            up: link.up,
+            addresses: addresses
+                .iter()
+                .filter(|address| address.index == link.index)
+                .map(Address::from)
+                .collect(),
+        }
+    }
 }
 
 impl From<&AddrMessage> for Address {

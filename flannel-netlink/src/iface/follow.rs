@@ -3,8 +3,8 @@
 //! An interface stays chosen as long as it has the addresses and the MTU that it was chosen with.
 //! This holds even if the selectors would now choose another interface, because a change of the
 //! external interface interrupts traffic. As long as it holds, only the chosen interface is read,
-//! and no route. A link-local address never replaces another address. Another address replaces a
-//! link-local one.
+//! and no routes. A link-local address never replaces another address. Another address replaces a
+//! link-local address.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -43,9 +43,9 @@ pub enum InterfaceState {
     /// It has the addresses and the MTU that it was chosen with.
     #[default]
     Kept,
-    /// It changed, and another choice is possible. It changed if it does not exist, lacks an
+    /// It changed, and another choice is possible. A change means that it does not exist, lacks an
     /// address that it was chosen with, has another MTU, or has a better address than the
-    /// link-local one that was chosen.
+    /// link-local address that was chosen.
     Other {
         /// The new choice: another interface, or the same one with its current values.
         now: Box<ExternalInterface>,
@@ -60,9 +60,9 @@ impl NetlinkKernel {
     /// Watches the chosen interface, and sends its state through `state` whenever the state
     /// changes. It runs until it fails or is dropped.
     ///
-    /// A link-local address is another choice only if the chosen one is link-local too. A chosen
-    /// link-local address is kept as long as the interface has no other address. `selectors` and
-    /// `families` are those with which `chosen` was chosen.
+    /// A link-local address is another choice only if the chosen address is link-local too. A
+    /// chosen link-local address is kept as long as the interface has no other address. `selectors`
+    /// and `families` must be the arguments with which `chosen` was chosen.
     ///
     /// Needs a tokio runtime with I/O and time. The kernel state is read on a blocking thread,
     /// through a socket that only this call uses.
@@ -89,14 +89,15 @@ impl NetlinkKernel {
             families: families.to_vec(),
             index: None,
         };
-        let mut by_routes = false;
+        let mut listens_to_routes = false;
         loop {
             let (back, kept) = observe(observer, Observer::check).await;
             observer = back;
             let kept = kept?;
-            let listen = !kept && observer.depends_on_routes();
-            if listen != std::mem::replace(&mut by_routes, listen) {
-                changes.join(if listen { &GROUPS_AND_ROUTES } else { &GROUPS })?;
+            let needs_routes = !kept && observer.depends_on_routes();
+            if needs_routes != listens_to_routes {
+                changes.join(if needs_routes { &GROUPS_AND_ROUTES } else { &GROUPS })?;
+                listens_to_routes = needs_routes;
             }
             let now = if kept {
                 InterfaceState::Kept
@@ -108,8 +109,10 @@ impl NetlinkKernel {
             state.send_if_modified(|state| std::mem::replace(state, now) != *state);
             changes.wait_for(|message| observer.affects_choice(message)).await?;
             // The next check covers all changes until the end of the pause.
-            let rest = async { while changes.wait_for(|_| true).await.is_ok() {} };
-            let _ = tokio::time::timeout(PAUSE, rest).await;
+            let _ = tokio::time::timeout(PAUSE, async {
+                while changes.wait_for(|_| true).await.is_ok() {}
+            })
+            .await;
         }
     }
 }
@@ -139,8 +142,8 @@ struct Observer {
     chosen: ExternalInterface,
     selectors: Selectors,
     families: Vec<Family>,
-    /// The index of the chosen interface; `None` if the last check found a difference or a better
-    /// address.
+    /// The index of the chosen interface, or `None` if the last check found a difference or a
+    /// better address.
     index: Option<u32>,
 }
 
@@ -152,18 +155,25 @@ impl Observer {
             Err(error) if error.is(ENODEV) => None,
             found => found?,
         };
-        let stays = |(_, interface): &(u32, Interface)| {
-            is_kept(&self.chosen, interface) && !has_better(&self.chosen, interface)
+        self.index = match found {
+            Some((index, interface))
+                if is_kept(&self.chosen, &interface) && !has_better(&self.chosen, &interface) =>
+            {
+                Some(index)
+            }
+            _ => None,
         };
-        self.index = found.filter(stays).map(|(index, _)| index);
         Ok(self.index.is_some())
     }
 
     /// Chooses again, and compares the new choice with the old one.
     fn choose(&mut self) -> Result<InterfaceState, KernelError> {
         let facts = facts(&mut self.socket, &self.selectors)?;
-        let there = facts.interfaces.iter().find(|interface| interface.name == self.chosen.name);
-        let kept = there.filter(|interface| is_kept(&self.chosen, interface));
+        let kept = facts
+            .interfaces
+            .iter()
+            .find(|interface| interface.name == self.chosen.name)
+            .filter(|interface| is_kept(&self.chosen, interface));
         if kept.is_some_and(|interface| !has_better(&self.chosen, interface)) {
             return Ok(InterfaceState::Kept);
         }
@@ -214,44 +224,53 @@ impl Observer {
 
 /// Whether the interface has the addresses and the MTU that it was chosen with.
 fn is_kept(chosen: &ExternalInterface, interface: &Interface) -> bool {
-    let has = |address| interface.addresses.iter().any(|found| found.address == address);
-    interface.mtu == chosen.mtu && chosen.address.values().all(|address| has(*address))
+    interface.mtu == chosen.mtu
+        && chosen
+            .address
+            .values()
+            .all(|address| interface.addresses.iter().any(|found| found.address == *address))
 }
 
 /// Whether a link-local address was chosen, and the interface has another usable address now.
 fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
-    let better = |family| best(interface, family).is_ok_and(|address| !is_link_local(address));
-    chosen.address.iter().any(|(family, address)| is_link_local(*address) && better(family))
+    chosen.address.iter().any(|(family, address)| {
+        is_link_local(*address)
+            && best(interface, family).is_ok_and(|address| !is_link_local(address))
+    })
 }
 
-/// The reason why `now` must not replace `chosen`, as a sentence without a full stop; `None` if it
-/// may. The only reason is that a link-local address would replace another address.
+/// Why `now` must not replace `chosen`, as a sentence without a full stop, or `None` if it may. The
+/// only reason is that a link-local address would replace another address.
 pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
-    // `chosen` lacks an address of a family that only the new network config enables.
-    let had_better =
-        |family: Family| chosen.address[family].is_some_and(|address| !is_link_local(address));
-    let (family, address) = now
-        .address
-        .iter()
-        .find(|(family, address)| is_link_local(**address) && had_better(*family))?;
-    Some(format!("{} has only the link-local {family} address {address} now", now.name))
+    for (family, address) in now.address.iter() {
+        // `chosen` lacks an address of a family that only the new network config enables.
+        let Some(before) = chosen.address[family] else { continue };
+        if is_link_local(*address) && !is_link_local(before) {
+            let name = now.name;
+            return Some(format!("{name} has only the link-local {family} address {address} now"));
+        }
+    }
+    None
 }
 
-/// The difference between two choices; `None` if there is none.
+/// The difference between two choices, or `None` if they are equal.
 fn difference(before: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
     let name = now.name;
     if name != before.name {
         return Some(format!("the external interface is {name} now, not {}", before.name));
     }
-    let changed =
-        now.address.iter().find(|(family, address)| before.address[*family] != Some(**address));
-    if let Some((family, address)) = changed {
-        let before =
-            before.address[family].map_or_else(|| "none".to_owned(), |before| before.to_string());
-        return Some(format!("{name} has the {family} address {address} now, not {before}"));
+    for (family, address) in now.address.iter() {
+        let old = match before.address[family] {
+            Some(old) if old == *address => continue,
+            Some(old) => old.to_string(),
+            None => "none".to_owned(),
+        };
+        return Some(format!("{name} has the {family} address {address} now, not {old}"));
     }
-    (now.mtu != before.mtu)
-        .then(|| format!("{name} has the MTU {} now, not {}", now.mtu, before.mtu))
+    if now.mtu != before.mtu {
+        return Some(format!("{name} has the MTU {} now, not {}", now.mtu, before.mtu));
+    }
+    None
 }
 
 #[cfg(test)]
@@ -311,8 +330,8 @@ mod tests {
     #[test]
     fn route_messages_are_relevant_only_if_the_interface_has_changed() {
         in_netns(|| {
-            let (kept, lost) =
-                (observer(Some(7), Selectors::default()), observer(None, Selectors::default()));
+            let kept = observer(Some(7), Selectors::default());
+            let lost = observer(None, Selectors::default());
             for (dst, wanted) in
                 [("0.0.0.0/0", true), ("10.1.7.0/24", false), ("192.0.2.0/24", false)]
             {
@@ -341,7 +360,8 @@ mod tests {
     #[test]
     fn following_does_not_wait_for_a_running_change_of_routes() {
         in_netns_async(async || {
-            let (chosen, kernel) = (chosen(), Arc::new(NetlinkKernel::open().unwrap()));
+            let chosen = chosen();
+            let kernel = Arc::new(NetlinkKernel::open().unwrap());
             let (locked, is_locked) = mpsc::channel();
             let (done, is_done) = mpsc::channel::<()>();
             let writer = std::thread::spawn({
@@ -354,8 +374,8 @@ mod tests {
             });
             is_locked.recv().unwrap();
             ip("link set up0 mtu 1400");
-            let (selectors, (state, mut states)) =
-                (selectors(None), watch::channel(InterfaceState::Kept));
+            let selectors = selectors(None);
+            let (state, mut states) = watch::channel(InterfaceState::Kept);
             tokio::select! {
                 ended = kernel.follow_interface(&chosen, &selectors, &[Family::V4], &state) => {
                     panic!("{ended:?}")

@@ -3,13 +3,14 @@
 //! A message about a route, an IPv4 address, a new neighbour or a nexthop object has the port id of
 //! the socket that requested the change. So changes that this kernel handle requested are left out,
 //! if possible by a filter in the kernel. A message about an IPv6 address, an FDB entry or a
-//! deleted neighbour has no port id, and one about a link has it only in some versions. Those
+//! deleted neighbour has no port id, and a message about a link has it only in some versions. Those
 //! changes are always returned.
 //!
-//! Linux sends no messages about proxy entries (`ip neigh add proxy`; linux `pneigh_create`). They
-//! are read every second, or less often if there are very many. It sends none about the UDP ports
-//! of tunnels (FOU) either, which are read as often, and none about the peers of WireGuard devices,
-//! which are read every half minute, on another thread.
+//! Linux sends no messages about three kinds of objects, which are scanned instead:
+//! - Proxy entries (`ip neigh add proxy`; linux `pneigh_create`): every second, or less often if
+//!   there are very many.
+//! - The UDP ports of tunnels (FOU): as often.
+//! - The peers of WireGuard devices: every half minute, on another thread.
 
 mod event_decoder;
 
@@ -39,34 +40,40 @@ use crate::transport::socket::Socket;
 const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
 /// Bytes of the receive buffer, enough for about 10,000 messages.
 const RECEIVE_BUFFER: usize = 8 << 20;
-/// The shortest pause between two reads of the proxy entries.
-const LOOK: Duration = Duration::from_secs(1);
-/// The shortest pause between two reads of the WireGuard devices.
-const LOOK_AT_PEERS: Duration = Duration::from_secs(30);
-/// The pause is as many times as long as a read, for hosts with very many entries, up to a limit.
-const LOOK_FACTOR: u32 = 100;
-const LONGEST_LOOK: Duration = Duration::from_secs(30);
+/// The shortest pause between two scans of the proxy entries and the UDP ports.
+const SCAN_PAUSE: Duration = Duration::from_secs(1);
+/// The shortest pause between two scans of the WireGuard devices.
+const PEER_SCAN_PAUSE: Duration = Duration::from_secs(30);
+/// The pause is at least this many times as long as the scan, for hosts with very many entries.
+const PAUSE_FACTOR: u32 = 100;
+/// The longest pause between two scans of the proxy entries and the UDP ports.
+const LONGEST_SCAN_PAUSE: Duration = Duration::from_secs(30);
 
-/// A read of the WireGuard devices: their changes, and the time that it took.
-type PeerLook = (Vec<Invalidation>, Duration);
+/// A finished scan of the WireGuard devices.
+struct PeerScan {
+    changes: Vec<Invalidation>,
+    took: Duration,
+}
 
-/// Receives multicast messages and returns invalidations.
-pub(crate) struct Listener {
+/// Changes of kernel objects by other programs: receives multicast messages, and scans the objects
+/// that have none.
+pub(crate) struct NetlinkChanges {
     socket: Multicast,
     decoder: EventDecoder,
     namespace: Arc<Namespace>,
     wireguard: WireguardDevices,
-    /// When the proxy entries and the UDP ports are read next.
-    look: Instant,
-    /// When the WireGuard devices are read next.
-    look_at_peers: Instant,
-    /// The read that is under way. It outlives a dropped call of [`Changes::next`].
-    peers: Option<JoinHandle<PeerLook>>,
+    /// The time of the next scan of the proxy entries and the UDP ports.
+    next_scan: Instant,
+    /// The time of the next scan of the WireGuard devices.
+    next_peer_scan: Instant,
+    /// The scan of the WireGuard devices that is under way. It outlives a dropped call of
+    /// [`Changes::next`].
+    peer_scan: Option<JoinHandle<PeerScan>>,
 }
 
-impl Listener {
+impl NetlinkChanges {
     /// Listens in the network namespace of the calling thread, which is `namespace`. Changes by the
-    /// socket with the port id `port` are our own, and left out.
+    /// socket with the port id `port` are our own, and are left out.
     pub(crate) fn open(
         namespace: Arc<Namespace>,
         port: u32,
@@ -86,41 +93,42 @@ impl Listener {
             decoder,
             namespace,
             wireguard,
-            look: now + LOOK,
-            look_at_peers: now + LOOK_AT_PEERS,
-            peers: None,
+            next_scan: now + SCAN_PAUSE,
+            next_peer_scan: now + PEER_SCAN_PAUSE,
+            peer_scan: None,
         })
     }
 
-    /// Reads the proxy entries, and the UDP ports if there are tunnels that have some.
-    fn look(&mut self) {
+    /// Reads the proxy entries, and the UDP ports if there are tunnels with UDP headers.
+    fn scan(&mut self) {
         let begin = std::time::Instant::now();
-        if let Err(error) = self.decoder.look_for_proxies() {
+        if let Err(error) = self.decoder.scan_proxies() {
             tracing::debug!(%error, "proxy entries cannot be read");
         }
         if self.decoder.has_fou_links() {
             match fou::ports(&self.namespace) {
-                Ok(ports) => self.decoder.look_for_closed_ports(&ports),
+                Ok(ports) => self.decoder.note_open_ports(&ports),
                 Err(error) => tracing::debug!(%error, "the UDP ports of tunnels cannot be read"),
             }
         }
-        self.look = Instant::now() + (LOOK_FACTOR * begin.elapsed()).clamp(LOOK, LONGEST_LOOK);
+        let pause = (PAUSE_FACTOR * begin.elapsed()).clamp(SCAN_PAUSE, LONGEST_SCAN_PAUSE);
+        self.next_scan = Instant::now() + pause;
     }
 
     /// Begins to read the WireGuard devices, which takes some milliseconds for thousands of peers.
-    fn look_at_peers(&mut self) {
+    fn begin_peer_scan(&mut self) {
         let wireguard = self.wireguard.clone();
-        let look = move || {
+        self.peer_scan = Some(spawn_blocking(move || {
             let begin = std::time::Instant::now();
-            (wireguard.look(), begin.elapsed())
-        };
-        self.peers = Some(spawn_blocking(look));
+            let changes = wireguard.scan();
+            PeerScan { changes, took: begin.elapsed() }
+        }));
     }
 
-    fn looked_at_peers(&mut self, (found, took): PeerLook) {
-        self.peers = None;
-        self.decoder.extend(found);
-        self.look_at_peers = Instant::now() + (LOOK_FACTOR * took).max(LOOK_AT_PEERS);
+    fn end_peer_scan(&mut self, scan: PeerScan) {
+        self.peer_scan = None;
+        self.decoder.extend(scan.changes);
+        self.next_peer_scan = Instant::now() + (PAUSE_FACTOR * scan.took).max(PEER_SCAN_PAUSE);
     }
 
     /// Reads the waiting datagrams, up to the limit of [`Multicast::receive`]. Returns true if no
@@ -137,43 +145,43 @@ impl Listener {
 }
 
 #[async_trait]
-impl Changes for Listener {
+impl Changes for NetlinkChanges {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
         loop {
             if let Some(invalidation) = self.decoder.pop() {
                 return Ok(invalidation);
             }
-            if self.look <= Instant::now() {
-                self.look();
+            if self.next_scan <= Instant::now() {
+                self.scan();
                 continue;
             }
-            if self.peers.is_none() && self.look_at_peers <= Instant::now() {
-                self.look_at_peers();
+            if self.peer_scan.is_none() && self.next_peer_scan <= Instant::now() {
+                self.begin_peer_scan();
             }
-            // Changes that never end must not delay it.
-            if self.peers.as_ref().is_some_and(JoinHandle::is_finished) {
-                let looked = end_of(&mut self.peers).await;
-                self.looked_at_peers(looked);
+            // A steady stream of messages must not delay the result of a scan.
+            if self.peer_scan.as_ref().is_some_and(JoinHandle::is_finished) {
+                let scan = finished(&mut self.peer_scan).await;
+                self.end_peer_scan(scan);
                 continue;
             }
             if self.read()? && self.decoder.is_empty() {
-                let is_looking = self.peers.is_some();
+                let is_scanning = self.peer_scan.is_some();
                 tokio::select! {
                     readable = self.socket.readable() => readable?,
-                    () = sleep_until(self.look) => {}
-                    () = sleep_until(self.look_at_peers), if !is_looking => {}
-                    looked = end_of(&mut self.peers) => self.looked_at_peers(looked),
+                    () = sleep_until(self.next_scan) => {}
+                    () = sleep_until(self.next_peer_scan), if !is_scanning => {}
+                    scan = finished(&mut self.peer_scan) => self.end_peer_scan(scan),
                 }
             }
         }
     }
 }
 
-/// Waits for the end of a read, if there is one. If the runtime shuts down, it never ends.
-async fn end_of(look: &mut Option<JoinHandle<PeerLook>>) -> PeerLook {
-    let Some(look) = look else { return pending().await };
-    match look.await.map_err(JoinError::try_into_panic) {
-        Ok(looked) => looked,
+/// Waits for the end of a scan. Never ends if there is no scan, or if the runtime shuts down.
+async fn finished(scan: &mut Option<JoinHandle<PeerScan>>) -> PeerScan {
+    let Some(scan) = scan else { return pending().await };
+    match scan.await.map_err(JoinError::try_into_panic) {
+        Ok(scan) => scan,
         Err(Ok(panic)) => resume_unwind(panic),
         Err(Err(_)) => pending().await,
     }
@@ -210,8 +218,19 @@ mod tests {
     use crate::NetlinkKernel;
     use crate::testing::{in_netns, in_netns_async};
 
-    fn namespace() -> Arc<Namespace> {
-        Arc::new(Namespace::current().unwrap())
+    /// Listens in this network namespace. The port id of our own changes is 1, which no socket has.
+    fn changes(wireguard: WireguardDevices) -> NetlinkChanges {
+        let namespace = Arc::new(Namespace::current().unwrap());
+        NetlinkChanges::open(namespace, 1, ForeignRoutes::default(), wireguard).unwrap()
+    }
+
+    /// Makes a scan of the WireGuard devices due now. The proxy entries are not scanned meanwhile,
+    /// which would be a pause.
+    fn make_peer_scan_due(changes: &mut NetlinkChanges) -> Instant {
+        let now = Instant::now();
+        changes.next_scan = now + 2 * LONGEST_SCAN_PAUSE;
+        changes.next_peer_scan = now;
+        now
     }
 
     #[test]
@@ -219,52 +238,41 @@ mod tests {
         in_netns_async(async || {
             let kernel = NetlinkKernel::open().unwrap();
             let wireguard = WireguardDevices::default();
-            let mut listener =
-                Listener::open(namespace(), 1, ForeignRoutes::default(), wireguard.clone())
-                    .unwrap();
-            let begin = Instant::now();
-            (listener.look, listener.look_at_peers) = (begin + 2 * LONGEST_LOOK, begin);
+            let mut changes = changes(wireguard.clone());
+            make_peer_scan_due(&mut changes);
             let (release, released) = std::sync::mpsc::channel::<()>();
             let (hold, held) = std::sync::mpsc::channel();
             let slow = std::thread::spawn(move || {
                 let _busy = wireguard.busy();
                 hold.send(()).unwrap();
-                released.recv_timeout(LONGEST_LOOK).is_ok()
+                released.recv_timeout(LONGEST_SCAN_PAUSE).is_ok()
             });
             held.recv().unwrap();
-            // The first call is dropped. The read goes on.
-            let first = tokio::time::timeout(Duration::from_millis(10), listener.next()).await;
-            assert!(first.is_err() && listener.peers.is_some());
+            // The first call is dropped. The scan goes on.
+            let first = tokio::time::timeout(Duration::from_millis(10), changes.next()).await;
+            assert!(first.is_err() && changes.peer_scan.is_some());
             let dst = Subnet::host([192, 0, 2, 7].into());
             let put = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
             let footprint = Footprint { blackholes: true, ..Footprint::default() };
             assert!(kernel.apply(&footprint, &[put])[0].is_done());
-            let change = listener.next().await.unwrap();
+            let change = changes.next().await.unwrap();
             assert!(matches!(change, Invalidation::Objects(..)), "{change:?}");
             release.send(()).unwrap();
-            assert!(slow.join().unwrap(), "the change came after the read");
+            assert!(slow.join().unwrap(), "the change came after the scan");
             let is_done = async || {
-                drop(tokio::time::timeout(Duration::from_millis(1), listener.next()).await);
-                listener.peers.is_none() && listener.look_at_peers > Instant::now()
+                drop(tokio::time::timeout(Duration::from_millis(1), changes.next()).await);
+                changes.peer_scan.is_none() && changes.next_peer_scan > Instant::now()
             };
-            eventually_async(LONGEST_LOOK, is_done, || "the read does not end").await;
+            eventually_async(LONGEST_SCAN_PAUSE, is_done, || "the scan does not end").await;
         });
     }
 
     #[test]
-    fn changes_that_never_end_do_not_delay_the_look_at_wireguard_devices() {
+    fn changes_that_never_end_do_not_delay_the_scan_of_wireguard_devices() {
         in_netns_async(async || {
             let other = NetlinkKernel::open().unwrap();
-            let mut listener = Listener::open(
-                namespace(),
-                1,
-                ForeignRoutes::default(),
-                WireguardDevices::default(),
-            )
-            .unwrap();
-            // It is overdue. The proxy entries are not read meanwhile, which would be a pause.
-            let begin = Instant::now();
-            (listener.look, listener.look_at_peers) = (begin + 2 * LONGEST_LOOK, begin);
+            let mut changes = changes(WireguardDevices::default());
+            let begin = make_peer_scan_due(&mut changes);
             let dst = Subnet::host([192, 0, 2, 7].into());
             let route = Object::from(Route { dst, via: Via::Blackhole, mtu: None });
             let footprint = Footprint { blackholes: true, ..Footprint::default() };
@@ -273,11 +281,11 @@ mod tests {
             let next = async || {
                 let change = both.next().unwrap();
                 assert!(other.apply(&footprint, &[change])[0].is_done());
-                let change = listener.next().await.unwrap();
+                let change = changes.next().await.unwrap();
                 assert!(matches!(change, Invalidation::Objects(..)), "{change:?}");
-                listener.look_at_peers >= begin + LOOK_AT_PEERS
+                changes.next_peer_scan >= begin + PEER_SCAN_PAUSE
             };
-            eventually_async(LOOK_AT_PEERS, next, || "the devices are not read").await;
+            eventually_async(PEER_SCAN_PAUSE, next, || "the devices are not read").await;
         });
     }
 
@@ -287,13 +295,7 @@ mod tests {
     fn many_changes_are_returned_in_bounded_parts() {
         const MANY: u32 = 5_000;
         in_netns(|| {
-            let mut listener = Listener::open(
-                namespace(),
-                1,
-                ForeignRoutes::default(),
-                WireguardDevices::default(),
-            )
-            .unwrap();
+            let mut changes = changes(WireguardDevices::default());
             let theirs: Vec<Change> = (0..MANY)
                 .map(|n| Subnet::host((0x0a01_0000 + n).to_be_bytes().into()))
                 .map(|dst| Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into()))
@@ -301,14 +303,15 @@ mod tests {
             let footprint = Footprint { blackholes: true, ..Footprint::default() };
             let other = NetlinkKernel::open().unwrap();
             assert!(other.apply(&footprint, &theirs).iter().all(Outcome::is_done));
-            let (mut all, mut parts) = (false, Vec::new());
-            while !all {
-                all = listener.read().unwrap();
+            let mut parts = Vec::new();
+            let mut is_end = false;
+            while !is_end {
+                is_end = changes.read().unwrap();
                 let mut part = 0;
-                while let Some(invalidation) = listener.decoder.pop() {
+                while let Some(invalidation) = changes.decoder.pop() {
                     let Invalidation::Objects(events, _) = invalidation else {
                         // The receive buffer of an ordinary user holds fewer messages.
-                        let room = SockRef::from(&listener.socket).recv_buffer_size().unwrap();
+                        let room = SockRef::from(&changes.socket).recv_buffer_size().unwrap();
                         return assert!(
                             invalidation == Invalidation::Everything && room < RECEIVE_BUFFER,
                             "{invalidation:?}"

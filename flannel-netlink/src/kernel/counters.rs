@@ -8,7 +8,7 @@ use flannel_core::object::LinkName;
 use super::NetlinkKernel;
 
 impl NetlinkKernel {
-    /// The number of packets that these devices have received, since each was made. A device that
+    /// The number of packets that these devices have received since they were made. A device that
     /// does not exist counts as 0.
     ///
     /// # Errors
@@ -17,14 +17,13 @@ impl NetlinkKernel {
     /// # Blocking
     /// Reads a file of one line per device of the host.
     pub fn received(&self, devices: &[LinkName]) -> Result<u64, KernelError> {
-        let table = || fs::read_to_string("/proc/thread-self/net/dev");
-        let table = self.namespace().run(table)??;
-        let of = |name| packets(&table, name).unwrap_or(0);
-        Ok(devices.iter().map(|device| of(device.as_str())).sum())
+        let table = self.namespace().run(|| fs::read_to_string("/proc/thread-self/net/dev"))??;
+        Ok(devices.iter().filter_map(|device| packets(&table, device.as_str())).sum())
     }
 }
 
-/// The packets that a device has received. A line is `NAME: BYTES PACKETS …`.
+/// The packets that a device has received. `None` if it is not in the table. A line is
+/// `NAME: BYTES PACKETS …`.
 fn packets(table: &str, device: &str) -> Option<u64> {
     let mut lines = table.lines().filter_map(|line| line.trim_start().split_once(':'));
     let (_, counters) = lines.find(|(name, _)| *name == device)?;

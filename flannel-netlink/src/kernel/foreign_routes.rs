@@ -1,9 +1,10 @@
 //! Remembers existing routes and FDB entries, mostly of other programs, that require extra requests
 //! when flannel's entries are changed.
 //!
-//! With them, the change of a route takes a fifth more time, and almost no host needs them. So they
-//! are sent only if a snapshot or an event has shown such an entry. If the entry is noted too late,
-//! the next snapshot reports our route as inexact, and the route engine puts it again.
+//! With the extra requests, the change of a route takes a fifth more time, and almost no host needs
+//! them. So they are sent only if a snapshot or an event has shown such an entry. If the entry is
+//! noted too late, the next snapshot reports our route as inexact, and the route engine puts it
+//! again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -16,10 +17,10 @@ use flannel_core::object::MacAddr;
 use flannel_core::runtime::lock;
 
 use crate::codec::fdb::Special;
-use crate::codec::neigh::NeighMessage;
+use crate::codec::neigh::{NeighMessage, ProxyEntry};
 use crate::codec::route::RouteMessage;
 
-/// The largest number of entries of one sort that are remembered. Other programs decide how many
+/// The largest number of entries of one kind that are remembered. Other programs decide how many
 /// there are.
 const MOST: usize = 1024;
 /// The largest number of duplicates of one route that are remembered. The next snapshot finds the
@@ -44,10 +45,10 @@ struct Inner {
     duplicates: BTreeMap<Subnet, Vec<DuplicateRoute>>,
     /// The [special](NeighMessage::special) FDB entries, by device index and MAC address.
     special: BTreeMap<(u32, MacAddr), Special>,
-    /// Proxy entries on our devices, by device index and address, as of the last snapshot.
-    proxies: BTreeSet<(u32, IpAddr)>,
-    /// Proxy entries that were deleted since the last look for new ones.
-    deleted_proxies: BTreeSet<(u32, IpAddr)>,
+    /// Proxy entries on our devices, as of the last snapshot.
+    proxies: BTreeSet<ProxyEntry>,
+    /// Proxy entries that were deleted since the last scan for new ones.
+    deleted_proxies: BTreeSet<ProxyEntry>,
     /// `special` once had more than [`MOST`] entries and was cleared, so any entry may be special.
     forgotten: bool,
 }
@@ -64,13 +65,14 @@ pub(crate) struct DuplicateRoute {
 /// When another route to the destination of ours is deleted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Goes {
-    /// When ours is put or deleted: it is ours too, and behind the first one or with a TOS.
+    /// When our route is put or deleted. This route is ours too. It is behind the first one, or has
+    /// a TOS.
     WithOurs,
-    /// When another route of ours is put. Foreign IPv4 routes are in front of this one, which is
-    /// ours too. The put replaces one of them, and would leave this one.
+    /// When another route of ours is put. This route is ours too, and behind foreign IPv4 routes.
+    /// The put replaces one of them, and would leave this route in place.
     OursWhenPut,
-    /// When a route of ours is put, except for a last-resort route, which is behind all others. It
-    /// is a foreign IPv6 route in front of ours, which the put would leave in place.
+    /// When a route of ours is put, except for a last-resort route, which is behind all others.
+    /// This route is a foreign IPv6 route in front of ours, which the put would leave in place.
     ForeignWhenPut,
 }
 
@@ -103,12 +105,14 @@ impl ForeignRoutes {
 
     /// Notes a duplicate of a route of ours.
     pub(crate) fn note_duplicate(&self, duplicate: DuplicateRoute) {
-        let (dst, duplicates) = (duplicate.found.dst, &mut self.lock().duplicates);
-        if duplicates.len() < MOST || duplicates.contains_key(&dst) {
-            let there = duplicates.entry(dst).or_default();
-            if there.len() < MOST_DUPLICATES && !there.contains(&duplicate) {
-                there.push(duplicate);
-            }
+        let dst = duplicate.found.dst;
+        let all = &mut self.lock().duplicates;
+        if all.len() >= MOST && !all.contains_key(&dst) {
+            return;
+        }
+        let to_dst = all.entry(dst).or_default();
+        if to_dst.len() < MOST_DUPLICATES && !to_dst.contains(&duplicate) {
+            to_dst.push(duplicate);
         }
     }
 
@@ -156,36 +160,37 @@ impl ForeignRoutes {
     pub(crate) fn forget_entries(&self, index: u32) {
         let mut inner = self.lock();
         inner.special.retain(|(device, _), _| *device != index);
-        inner.proxies.retain(|(device, _)| *device != index);
+        inner.proxies.retain(|proxy| proxy.index != index);
     }
 
     /// Notes a proxy entry on a device.
-    pub(crate) fn note_proxy(&self, index: u32, address: IpAddr) {
+    pub(crate) fn note_proxy(&self, proxy: ProxyEntry) {
         let proxies = &mut self.lock().proxies;
         if proxies.len() < MOST {
-            proxies.insert((index, address));
+            proxies.insert(proxy);
         }
     }
 
     /// Whether there is a proxy entry for the address. The entry is then forgotten, because the
     /// caller deletes it.
     pub(crate) fn take_proxy(&self, index: u32, address: IpAddr) -> bool {
+        let proxy = ProxyEntry { index, address };
         let mut inner = self.lock();
-        let is_noted = !inner.proxies.is_empty() && inner.proxies.remove(&(index, address));
+        let is_noted = !inner.proxies.is_empty() && inner.proxies.remove(&proxy);
         if is_noted && inner.deleted_proxies.len() < MOST {
-            inner.deleted_proxies.insert((index, address));
+            inner.deleted_proxies.insert(proxy);
         }
         is_noted
     }
 
-    /// The proxy entries that were deleted since the last call. They are new if they are there
-    /// again.
-    pub(crate) fn take_deleted_proxies(&self) -> BTreeSet<(u32, IpAddr)> {
+    /// The proxy entries that were deleted since the last call. If one of them exists again, it is
+    /// new.
+    pub(crate) fn take_deleted_proxies(&self) -> BTreeSet<ProxyEntry> {
         std::mem::take(&mut self.lock().deleted_proxies)
     }
 
-    /// Why the FDB entry is special; `None` if it is not. The entry is then forgotten, because the
-    /// caller deletes or replaces it.
+    /// Why the FDB entry is special, or `None` if it is not. The entry is then forgotten, because
+    /// the caller deletes or replaces it.
     pub(crate) fn take_special(&self, index: u32, mac: MacAddr) -> Option<Special> {
         let Inner { special, forgotten, .. } = &mut *self.lock();
         let known = if special.is_empty() { None } else { special.remove(&(index, mac)) };
@@ -218,7 +223,8 @@ mod tests {
 
     #[test]
     fn duplicates_are_remembered_once_and_within_bounds() {
-        let (foreign, dst) = (ForeignRoutes::default(), |n| duplicate(n).found.dst);
+        let dst = |n| duplicate(n).found.dst;
+        let foreign = ForeignRoutes::default();
         for n in 0..2 * MOST as u16 {
             foreign.note_duplicate(duplicate(n));
         }

@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use flannel_core::kernel::KernelError;
 use libc::{EADDRINUSE, EALREADY, EINVAL, ENOENT, EPERM};
 
-use crate::codec::fou::{self, FAMILY, Open, Port};
+use crate::codec::fou::{self, FAMILY, OpenPort, Port};
 use crate::transport::generic;
 use crate::transport::namespace::Namespace;
 use crate::transport::socket::Socket;
@@ -19,8 +19,8 @@ pub(super) fn open() -> Result<(Socket, u16), KernelError> {
     })
 }
 
-/// The ports at which the kernel takes IP packets. Without the module there is none.
-pub(super) fn ports(namespace: &Namespace) -> Result<Vec<Open>, KernelError> {
+/// The ports at which the kernel unpacks datagrams. Empty if the module is not loaded.
+pub(super) fn ports(namespace: &Namespace) -> Result<Vec<OpenPort>, KernelError> {
     match namespace.run(open)? {
         Ok((mut socket, family)) => socket.dump(fou::all(family), fou::read),
         Err(error) if error.is(ENOENT) => Ok(Vec::new()),
@@ -28,8 +28,8 @@ pub(super) fn ports(namespace: &Namespace) -> Result<Vec<Open>, KernelError> {
     }
 }
 
-/// Checks that this process may open ports. It closes one that cannot be open, which the kernel
-/// refuses after the check.
+/// Checks that this process may open ports. It requests to close a port that cannot be open, which
+/// the kernel refuses after it has checked the capability.
 pub(super) fn may_add() -> Result<(), KernelError> {
     let (mut socket, family) = open()?;
     let none = Port { local: Ipv4Addr::UNSPECIFIED, port: 0 };
@@ -64,7 +64,7 @@ pub(super) fn add(namespace: &Namespace, port: Port) -> Result<(), KernelError> 
     })
 }
 
-/// Closes a port. One that is not open is no error.
+/// Closes a port, if it is open.
 pub(super) fn delete(namespace: &Namespace, port: Port) -> Result<(), KernelError> {
     if !ports(namespace)?.iter().any(|open| open.is(port)) {
         return Ok(());

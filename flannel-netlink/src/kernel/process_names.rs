@@ -2,9 +2,10 @@
 //!
 //! The kernel reports the port id of the socket that requested the change. The first netlink socket
 //! of a process usually has the process id as its port id, and further sockets have random ones.
-//! The process id is that in the pid namespace of the process, so here it may be the id of another
-//! process. So a process is named only if it has the socket open. A daemon with few capabilities
-//! cannot read the open files of processes of root. It names such a process as probable.
+//! The process id is the id in the pid namespace of that process. In the pid namespace of this
+//! program, another process may have the id. So a process is named only if it has the socket open.
+//! A daemon with few capabilities cannot read the open files of processes of root. It names such a
+//! process as probable.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -25,7 +26,7 @@ const MOST_FILES: usize = 10_000;
 
 /// The processes behind the port ids of one network namespace.
 pub(crate) struct Processes {
-    /// `/proc/net/netlink` of the namespace in which it was opened; `None` if it cannot be opened.
+    /// `/proc/net/netlink` of the network namespace. `None` if it cannot be opened.
     sockets: Option<File>,
     /// The start of the current period of [`FRESH`].
     since: Instant,
@@ -38,22 +39,19 @@ pub(crate) struct Processes {
 impl Processes {
     /// The processes in the network namespace of the calling thread.
     pub(crate) fn here() -> Self {
-        let sockets = File::open("/proc/thread-self/net/netlink");
-        let sockets =
-            sockets.inspect_err(|error| tracing::debug!(%error, "processes cannot be named"));
-        Self {
-            sockets: sockets.ok(),
-            since: Instant::now(),
-            spent: Duration::ZERO,
-            known: HashMap::new(),
-        }
+        let sockets = File::open("/proc/thread-self/net/netlink")
+            .inspect_err(|error| tracing::debug!(%error, "processes cannot be named"))
+            .ok();
+        Self { sockets, since: Instant::now(), spent: Duration::ZERO, known: HashMap::new() }
     }
 
     /// See [`ProcessNames::name`](flannel_core::kernel::ProcessNames::name).
     pub(crate) fn name(&mut self, port: u32) -> Option<Process> {
         let now = Instant::now();
         if now - self.since > FRESH {
-            (self.since, self.spent, self.known) = (now, Duration::ZERO, HashMap::new());
+            self.since = now;
+            self.spent = Duration::ZERO;
+            self.known.clear();
         }
         if let Some(name) = self.known.get(&port) {
             return name.clone();
@@ -67,19 +65,20 @@ impl Processes {
         name
     }
 
-    /// Looks up the process with the id `port`; `None` if it does not have the socket open.
+    /// Looks up the process with the id `port`. `None` if it does not have the socket open.
     fn find(&mut self, port: u32) -> Option<Process> {
         let mut table = String::new();
         let sockets = self.sockets.as_mut()?;
-        let read = sockets.rewind().and_then(|()| sockets.read_to_string(&mut table));
-        let socket = format!("socket:[{}]", read.ok().and_then(|_| inode(&table, port))?);
+        sockets.rewind().ok()?;
+        sockets.read_to_string(&mut table).ok()?;
+        let socket = format!("socket:[{}]", inode(&table, port)?);
         let is_certain = match has_open(port, &socket) {
             Ok(true) => true,
             Ok(false) => return None,
             Err(error) => {
                 tracing::debug!(%error, port, "the open files of the process cannot be read");
-                // The process id 1 is more likely that of a container's first process, in another
-                // pid namespace.
+                // The process is more likely the first process of a container, in another pid
+                // namespace.
                 if port == 1 {
                     return None;
                 }
@@ -96,12 +95,16 @@ impl Processes {
 fn inode(table: &str, port: u32) -> Option<&str> {
     table.lines().find_map(|line| {
         let mut columns = line.split_whitespace();
-        let (protocol, id) = (columns.nth(1)?, columns.next()?);
-        (protocol == "0" && id.parse() == Ok(port)).then(|| columns.next_back())?
+        let protocol = columns.nth(1)?;
+        let id = columns.next()?;
+        if protocol != "0" || id.parse() != Ok(port) {
+            return None;
+        }
+        columns.next_back()
     })
 }
 
-/// Whether the process has this file open. An error if that cannot be read.
+/// Whether the process has this file open. An error if its open files cannot be read.
 fn has_open(process: u32, file: &str) -> io::Result<bool> {
     for entry in std::fs::read_dir(format!("/proc/{process}/fd"))?.take(MOST_FILES) {
         match std::fs::read_link(entry?.path()) {

@@ -12,8 +12,8 @@ use crate::codec::link::LinkMessage;
 use crate::codec::{link, route};
 use crate::transport::socket::Socket;
 
-/// The link with this name; `None` if there is none. Alternative names (`altname` of `ip link`) are
-/// not compared.
+/// The link with this name, or `None` if there is no such link. Alternative names (`altname` of
+/// `ip link`) are not compared.
 pub(crate) fn find_link(
     socket: &mut Socket,
     name: LinkName,
@@ -25,10 +25,10 @@ pub(crate) fn find_link(
     }
 }
 
-/// Like [`find_link`], but with the error `ENODEV` if there is no such link.
+/// The link with this name. The error is `ENODEV` if there is no such link.
 pub(crate) fn get_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
-    let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
-    find_link(socket, name)?.ok_or_else(absent)
+    find_link(socket, name)?
+        .ok_or_else(|| KernelError::explained(ENODEV, format!("no interface named {name}")))
 }
 
 /// The name of the link with this index. The error is `ENODEV` if there is no such link, and
@@ -37,7 +37,8 @@ pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, Kern
     socket.ask(link::by_index(index), link::read).map(|link| link.name)
 }
 
-/// Like [`ask_name`], but `None` if there is no such link or its name is not UTF-8.
+/// The name of the link with this index, or `None` if there is no such link or its name is not
+/// UTF-8.
 pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
     match ask_name(socket, index) {
         Ok(name) => Ok(Some(name)),

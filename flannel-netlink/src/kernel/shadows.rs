@@ -13,7 +13,7 @@ use crate::codec::route;
 use crate::codec::route::RouteMessage;
 use crate::transport::socket::Socket;
 
-/// A route of another program in the main table, to the destination of a route of ours.
+/// A route of another program in the main table, to the destination of one of our routes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shadow {
     /// The destination.
@@ -30,13 +30,13 @@ pub struct Shadow {
 /// The packets that take a route of another program instead of ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Taken {
-    /// All: it has a smaller metric, or is the first one with the same metric.
+    /// All packets. It has a smaller metric, or is the first route with the same metric.
     All,
-    /// Those with this TOS.
+    /// Packets with this TOS.
     WithTos(u8),
-    /// Those from this source prefix.
+    /// Packets from this source prefix.
     From(Subnet),
-    /// None while our route exists: it is behind ours.
+    /// No packets while our route exists, because the route is behind ours.
     None,
 }
 
@@ -70,25 +70,34 @@ impl NetlinkKernel {
 /// The routes of other programs among `routes`, which are in the order of the kernel.
 fn shadows_among(routes: &[RouteMessage]) -> Vec<(&RouteMessage, Taken)> {
     let is_ours = |route: &RouteMessage| route.protocol == ROUTE_PROTOCOL && route.default_metric;
-    // A last-resort route is behind all others by design.
-    let ours: BTreeMap<Subnet, usize> = (0..routes.len())
-        .rev()
-        .filter(|n| is_ours(&routes[*n]) && !routes[*n].last_resort)
-        .map(|n| (routes[n].dst, n))
-        .collect();
-    let others = routes.iter().enumerate().filter(|(_, route)| !is_ours(route));
-    others
-        .filter_map(|(n, route)| Some((route, takes(route, n, *ours.get(&route.dst)?, routes)?)))
-        .collect()
+    // The position of our first route to each destination.
+    let mut ours = BTreeMap::new();
+    for (n, route) in routes.iter().enumerate() {
+        // A last-resort route is behind all others by design.
+        if is_ours(route) && !route.last_resort {
+            ours.entry(route.dst).or_insert(n);
+        }
+    }
+    let mut shadows = Vec::new();
+    for (n, route) in routes.iter().enumerate() {
+        if is_ours(route) {
+            continue;
+        }
+        if let Some(our) = ours.get(&route.dst)
+            && let Some(takes) = takes(route, n < *our, routes[*our].metric)
+        {
+            shadows.push((route, takes));
+        }
+    }
+    shadows
 }
 
-/// The packets that take `route`, at the place `n` of `routes`; ours is at the place `our`. `None`:
-/// it has a larger metric.
-fn takes(route: &RouteMessage, n: usize, our: usize, routes: &[RouteMessage]) -> Option<Taken> {
-    let metric = routes[our].metric;
+/// The packets that take `route`, which is before our route or behind it. `None` if it has a larger
+/// metric than ours.
+fn takes(route: &RouteMessage, is_before: bool, our_metric: u32) -> Option<Taken> {
     match (route.tos, route.from) {
-        (0, None) if route.metric > metric => None,
-        (0, None) if route.metric < metric || n < our => Some(Taken::All),
+        (0, None) if route.metric > our_metric => None,
+        (0, None) if route.metric < our_metric || is_before => Some(Taken::All),
         (0, None) => Some(Taken::None),
         (0, Some(from)) => Some(Taken::From(from)),
         (tos, _) => Some(Taken::WithTos(tos)),

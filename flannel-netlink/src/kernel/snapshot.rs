@@ -9,7 +9,7 @@ use std::thread::Builder;
 
 use flannel_core::address::Family;
 use flannel_core::kernel::{Footprint, KernelError};
-use flannel_core::object::{Key, LinkName, MacAddr, Neigh, Object, Peer, State};
+use flannel_core::object::{Key, LinkName, MacAddr, Neigh, Object, State};
 
 pub(crate) use self::nexthops::{nexthop_ids, nexthop_users};
 use crate::codec::link::LinkMessage;
@@ -68,10 +68,19 @@ pub(crate) fn snapshot(
         if let Err(error) = sorter {
             tracing::debug!(%error, "tables are sorted when all are read");
         }
-        let (names, nexthops) = (BTreeMap::new(), Vec::new());
-        Reader { socket, footprint, namespace, foreign, wireguard, tables, names, nexthops }.read()
+        let reader = Reader {
+            socket,
+            footprint,
+            namespace,
+            foreign,
+            wireguard,
+            tables,
+            names: BTreeMap::new(),
+            nexthops: Vec::new(),
+        };
+        reader.read()
     })?;
-    // Tables are left only if no thread could be started.
+    // This sorts tables only if no thread could be started.
     sort();
     Ok(state)
 }
@@ -120,10 +129,12 @@ impl Reader<'_> {
         }
         let lower = if found.lower() == 0 { None } else { name_of(self.socket, found.lower())? };
         if let Some(object) = found.object(lower) {
-            let inexact = (!found.is_exact()).then_some(Key::Link(name)).into_iter().collect();
+            let inexact = if found.is_exact() { Vec::new() } else { vec![Key::Link(name)] };
             self.hand_over(Table { objects: vec![object.into()], inexact });
         }
-        let (footprint, foreign, index) = (self.footprint, self.foreign, found.index);
+        let footprint = self.footprint;
+        let foreign = self.foreign;
+        let index = found.index;
         self.read_table(addr::on(index), |message| {
             let found = addr::read(message).filter(|found| found.index == index)?;
             let addr = found.object(name);
@@ -146,29 +157,31 @@ impl Reader<'_> {
 
     /// Reads the attributes and the peers of a WireGuard device.
     fn read_wireguard(&self, found: &mut LinkMessage) -> Result<(), KernelError> {
-        let (device, peers) = self.wireguard.snapshot(self.namespace, found.name, found.index)?;
-        found.add_wireguard(&device);
-        let key =
-            |(peer, is_exact): &(Peer, bool)| (!is_exact).then_some(Key::Peer(peer.link, peer.key));
-        let inexact = peers.iter().filter_map(key).collect();
-        let objects = peers.into_iter().map(|(peer, _)| peer.into()).collect();
-        self.hand_over(Table { objects, inexact });
+        let device = self.wireguard.snapshot(self.namespace, found.name, found.index)?;
+        found.add_wireguard(&device.device);
+        let objects = device.peers.into_iter().map(Object::from).collect();
+        self.hand_over(Table { objects, inexact: device.inexact });
         Ok(())
     }
 
-    /// Reads the proxy entries on an owned link. Each becomes a neighbour with the MAC address 0,
-    /// which a neighbour with its address then replaces. A put or a deletion of the neighbour
-    /// deletes it. Returns the keys of these neighbours.
+    /// Reads the proxy entries on an owned link. The snapshot shows each as a neighbour with the
+    /// MAC address 0, unless there is a neighbour with its address. A put or a deletion of the
+    /// neighbour deletes the proxy entry. Returns the keys of these neighbours.
     fn read_proxies(&mut self, link: LinkName, index: u32) -> Result<BTreeSet<Key>, KernelError> {
         let proxies = self.socket.dump(neigh::proxies_on(index), |message| {
-            neigh::read_proxy(message).filter(|(device, _)| *device == index)
+            neigh::read_proxy(message).filter(|proxy| proxy.index == index)
         })?;
-        proxies.iter().for_each(|(index, address)| self.foreign.note_proxy(*index, *address));
-        let neigh = |(_, address)| Object::from(Neigh { link, address, mac: MacAddr([0; 6]) });
-        let objects: Vec<Object> = proxies.into_iter().map(neigh).collect();
-        let keys: Vec<Key> = objects.iter().map(Object::key).collect();
-        self.hand_over(Table { objects, inexact: keys.clone() });
-        Ok(keys.into_iter().collect())
+        let mut table = Table::default();
+        for proxy in proxies {
+            self.foreign.note_proxy(proxy);
+            let neigh = Neigh { link, address: proxy.address, mac: MacAddr([0; 6]) };
+            let object = Object::from(neigh);
+            table.inexact.push(object.key());
+            table.objects.push(object);
+        }
+        let keys = table.inexact.iter().copied().collect();
+        self.hand_over(table);
+        Ok(keys)
     }
 
     /// Reads a table. `read` returns the owned object of a message, and whether it is exact.
@@ -192,9 +205,9 @@ impl Reader<'_> {
     /// Looks up the name of a link that this network does not own now. It may have owned objects of
     /// an earlier run. A link with the name of an owned link is left out: it is of another kind.
     fn learn_name(&mut self, index: u32) -> Result<(), KernelError> {
-        let is_foreign = |name: &LinkName| !self.footprint.links.contains(name);
         if !self.names.contains_key(&index)
-            && let Some(name) = name_of(self.socket, index)?.filter(is_foreign)
+            && let Some(name) = name_of(self.socket, index)?
+            && !self.footprint.links.contains(&name)
         {
             self.names.insert(index, name);
         }

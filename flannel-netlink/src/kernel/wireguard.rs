@@ -3,10 +3,11 @@
 //! Linux sends no messages about changes of a device's key, port and peers. They are read every
 //! half minute.
 //!
-//! The kernel sends to the address from which the last packet of a peer came. Behind a NAT it is
-//! not the address in the peer's lease. While handshakes succeed, this address is left alone, and
-//! snapshots show the one that was put. When the last handshake is too old, a snapshot shows the
-//! real address. The route engine then puts that of the lease again.
+//! The kernel sends to the address from which the last packet of a peer came. Behind a NAT this
+//! address differs from the address in the peer's lease. While handshakes succeed, the address of
+//! the kernel is left alone, and snapshots show the address that was put. When the last handshake
+//! is too old, a snapshot shows the address of the kernel. The route engine then puts the address
+//! of the lease again.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -40,7 +41,7 @@ pub(crate) struct WireguardDevices(Arc<Mutex<Inner>>);
 
 #[derive(Default)]
 struct Inner {
-    /// The socket, and the number of the netlink family; `None` until there is a device.
+    /// The socket, and the number of the netlink family. `None` until there is a device.
     socket: Option<(Socket, u16)>,
     devices: HashMap<LinkName, Device>,
     hasher: RandomState,
@@ -48,25 +49,33 @@ struct Inner {
 
 struct Device {
     index: u32,
-    /// Of the attributes of the device, without those of peers.
+    /// The digest of the attributes of the device, without its peers.
     digest: u64,
-    peers: HashMap<PublicKey, Known>,
+    peers: HashMap<PublicKey, KnownPeer>,
 }
 
-/// A peer in the kernel.
+/// What is remembered of a peer in the kernel.
 #[derive(Clone, Copy)]
-struct Known {
-    /// The endpoint that was put; `None`: an earlier run put it.
+struct KnownPeer {
+    /// The endpoint that was put, or `None` if an earlier run put it.
     put: Option<SocketAddr>,
     /// The endpoint that the kernel uses.
     used: Option<SocketAddr>,
     handshake: Option<SystemTime>,
     has_psk: bool,
-    /// Of the object that a snapshot shows.
+    /// The digest of the object that a snapshot shows.
     digest: u64,
 }
 
-impl Known {
+/// A device as a snapshot shows it.
+pub(crate) struct DeviceSnapshot {
+    pub(crate) device: DeviceMessage,
+    pub(crate) peers: Vec<Peer>,
+    /// The keys of the peers that the objects represent only in part.
+    pub(crate) inexact: Vec<Key>,
+}
+
+impl KnownPeer {
     /// Whether a put of this endpoint leaves the one in use alone.
     fn keeps(&self, endpoint: SocketAddr) -> bool {
         self.used.is_some()
@@ -75,7 +84,8 @@ impl Known {
     }
 }
 
-/// Whether the last handshake is not stale. One in the future is not: the clock was set back.
+/// Whether the last handshake is not stale. A handshake in the future is fresh: the clock was set
+/// back.
 fn is_fresh(handshake: Option<SystemTime>) -> bool {
     handshake.is_some_and(|at| at.elapsed().map_or(true, |age| age < STALE))
 }
@@ -83,7 +93,7 @@ fn is_fresh(handshake: Option<SystemTime>) -> bool {
 /// A WireGuard device, without its private key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tunnel {
-    /// Its public key; all zero if it has none.
+    /// Its public key, which is all zero if the device has no key.
     pub key: PublicKey,
     /// The UDP port to which peers send.
     pub port: u16,
@@ -98,13 +108,14 @@ pub struct Session {
     pub key: PublicKey,
     /// Its pod addresses: the first subnet of each family.
     pub allowed: Dual<Subnet>,
-    /// The preshared key; `None`: there is none.
+    /// The preshared key, or `None` if there is no preshared key.
     pub psk: Option<Secret>,
-    /// The address that was put last; `None`: not by this [`NetlinkKernel`] or a clone of it.
+    /// The address that this [`NetlinkKernel`] put last, or `None` if it put no address.
     pub put: Option<SocketAddr>,
-    /// The address to which the kernel sends; `None`: it knows none.
+    /// The address to which the kernel sends, or `None` if it knows no address.
     pub endpoint: Option<SocketAddr>,
-    /// The time of the last completed handshake; `None`: there was none since the peer was added.
+    /// The time of the last completed handshake, or `None` if there was no handshake since the peer
+    /// was added.
     pub handshake: Option<SystemTime>,
     /// Received bytes, with the headers of WireGuard and the packets of handshakes.
     pub received: u64,
@@ -113,8 +124,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Whether the last handshake is younger than [`STALE`]. One in the future counts as young: the
-    /// clock was set back.
+    /// Whether the last handshake is younger than [`STALE`]. A handshake in the future counts as
+    /// young, because the clock was set back.
     pub fn is_fresh(&self) -> bool {
         is_fresh(self.handshake)
     }
@@ -124,21 +135,21 @@ impl NetlinkKernel {
     /// Reads a WireGuard device, with the state of its tunnels.
     ///
     /// # Errors
-    /// There is no such device, it is no WireGuard device, or the process lacks `CAP_NET_ADMIN`.
+    /// There is no such device, it is not a WireGuard device, or the process lacks `CAP_NET_ADMIN`.
     ///
     /// # Blocking
-    /// Takes some microseconds for each peer.
+    /// Some microseconds for each peer.
     pub fn tunnel(&self, link: LinkName) -> Result<Tunnel, KernelError> {
         let index = get_link(&mut self.lock(), link)?.index;
         let mut inner = self.place.wireguard.lock();
         let device = inner.read(&self.place.namespace, index)?;
         let known = inner.devices.get(&link).filter(|known| known.index == index);
-        let session = |peer: PeerMessage| {
+        let mut sessions = Vec::new();
+        for peer in device.peers {
             let PeerMessage { key, psk, allowed, endpoint, handshake, received, sent, .. } = peer;
             let put = known.and_then(|known| known.peers.get(&key)?.put);
-            Session { key, allowed, psk, put, endpoint, handshake, received, sent }
-        };
-        let sessions = device.peers.into_iter().map(session).collect();
+            sessions.push(Session { key, allowed, psk, put, endpoint, handshake, received, sent });
+        }
         Ok(Tunnel { key: device.public, port: device.port, sessions })
     }
 }
@@ -163,41 +174,49 @@ impl std::fmt::Debug for WireguardDevices {
 }
 
 impl WireguardDevices {
-    /// Reads a device for a snapshot: its attributes, and the object of each peer with whether it
-    /// is exact.
+    /// Reads a device for a snapshot: its attributes and its peers.
     pub(crate) fn snapshot(
         &self,
         namespace: &Namespace,
         link: LinkName,
         index: u32,
-    ) -> Result<(DeviceMessage, Vec<(Peer, bool)>), KernelError> {
+    ) -> Result<DeviceSnapshot, KernelError> {
         let mut inner = self.lock();
         let device = inner.read(namespace, index)?;
         let Inner { devices, hasher, .. } = &mut *inner;
         let before = devices.remove(&link).filter(|before| before.index == index);
         let is_known = before.is_some();
+        // The old digests stay, so that the next scan still reports a change since the last one:
+        // this snapshot may be for another network.
         let digest = before.as_ref().map_or_else(|| digest_of(&device, hasher), |it| it.digest);
-        // A change since the last look is still reported: this snapshot may be another network's.
-        let mut peers = before.map(|before| before.peers).unwrap_or_default();
-        peers.values_mut().for_each(|known| (known.used, known.has_psk) = (None, false));
-        let mut shown = Vec::with_capacity(device.peers.len());
+        let mut known_peers = before.map(|before| before.peers).unwrap_or_default();
+        for known in known_peers.values_mut() {
+            known.used = None;
+            known.has_psk = false;
+        }
+        let mut peers = Vec::with_capacity(device.peers.len());
+        let mut inexact = Vec::new();
         for message in &device.peers {
-            let before = peers.get(&message.key);
-            let (peer, mut known) = Known::of(message, link, before, hasher);
+            let before = known_peers.get(&message.key);
+            let (peer, mut known) = KnownPeer::of(message, link, before, hasher);
             known.digest = match before {
                 Some(before) => before.digest,
+                // A new peer of a known device is a change. The scan finds another digest.
                 None if is_known => !known.digest,
                 None => known.digest,
             };
-            peers.insert(message.key, known);
-            shown.push((peer, message.is_exact()));
+            known_peers.insert(message.key, known);
+            if !message.is_exact() {
+                inexact.push(Key::Peer(link, message.key));
+            }
+            peers.push(peer);
         }
-        devices.insert(link, Device { index, digest, peers });
-        Ok((device, shown))
+        devices.insert(link, Device { index, digest, peers: known_peers });
+        Ok(DeviceSnapshot { device, peers, inexact })
     }
 
     /// Reads all devices that a snapshot has shown. Returns their changes by other programs.
-    pub(crate) fn look(&self) -> Vec<Invalidation> {
+    pub(crate) fn scan(&self) -> Vec<Invalidation> {
         let mut inner = self.lock();
         let mut found = Vec::new();
         let links: Vec<(LinkName, u32)> =
@@ -262,7 +281,7 @@ impl WireguardDevices {
         results
     }
 
-    /// Delays each use of the devices until it is dropped.
+    /// Delays each use of the devices until the result is dropped.
     #[cfg(test)]
     pub(super) fn busy(&self) -> impl Drop + '_ {
         self.lock()
@@ -281,7 +300,7 @@ impl Inner {
         Ok(self.socket.as_mut().expect("it was opened above"))
     }
 
-    /// The device with this name. If it was created again, nothing is known of it.
+    /// The device with this name. It is empty if the device is new or was created again.
     fn device(&mut self, link: LinkName, index: u32) -> &mut Device {
         let new = || Device { index, digest: 0, peers: HashMap::new() };
         let device = self.devices.entry(link).or_insert_with(new);
@@ -308,7 +327,7 @@ impl Inner {
         DeviceMessage::join(messages).ok_or_else(|| KernelError::new(ENODEV))
     }
 
-    /// Compares a device with the last one, and remembers it.
+    /// Compares a device with what is remembered of it, and remembers the new state.
     fn compare(&mut self, link: LinkName, message: &DeviceMessage, found: &mut Vec<Invalidation>) {
         let Self { devices, hasher, .. } = self;
         let Some(device) = devices.get_mut(&link) else { return };
@@ -316,14 +335,17 @@ impl Inner {
         if std::mem::replace(&mut device.digest, digest) != digest {
             found.push(Invalidation::Link(link));
         }
-        let (mut events, mut gone) = (Vec::new(), std::mem::take(&mut device.peers));
+        let mut events = Vec::new();
+        let mut gone = std::mem::take(&mut device.peers);
         for message in &message.peers {
             let before = gone.remove(&message.key);
-            let (peer, known) = Known::of(message, link, before.as_ref(), hasher);
+            let (peer, known) = KnownPeer::of(message, link, before.as_ref(), hasher);
             if before.is_none_or(|before| before.digest != known.digest) {
-                let is_exact = message.is_exact();
-                let event = if is_exact { KernelEvent::Present } else { KernelEvent::Inexact };
-                events.push(event(peer.into()));
+                events.push(if message.is_exact() {
+                    KernelEvent::Present(peer.into())
+                } else {
+                    KernelEvent::Inexact(peer.into())
+                });
             }
             device.peers.insert(message.key, known);
         }
@@ -335,7 +357,7 @@ impl Inner {
 }
 
 impl Device {
-    /// The change for the kernel; `None` if it would change nothing.
+    /// The change for the kernel, or `None` if it would change nothing.
     fn change<'a>(&self, change: &'a Change, hasher: &RandomState) -> Option<PeerChange<'a>> {
         let Object::Peer(peer) = change.object() else { return None };
         if matches!(change, Change::Delete(_)) {
@@ -344,7 +366,7 @@ impl Device {
         let known = self.peers.get(&peer.key);
         let keep_endpoint = known.is_some_and(|known| known.keeps(peer.attributes.endpoint));
         // An earlier run has put the peer, and only its address has changed.
-        if let Some(Known { put: None, used: Some(used), digest, .. }) = known
+        if let Some(KnownPeer { put: None, used: Some(used), digest, .. }) = known
             && keep_endpoint
             && hasher.hash_one(with_endpoint(peer, *used)) == *digest
         {
@@ -364,7 +386,7 @@ impl Device {
         let endpoint = peer.attributes.endpoint;
         let before = self.peers.get(&peer.key);
         let kept = before.filter(|known| known.keeps(endpoint));
-        let known = Known {
+        let known = KnownPeer {
             put: Some(endpoint),
             used: kept.map_or(Some(endpoint), |known| known.used),
             handshake: before.and_then(|known| known.handshake),
@@ -375,7 +397,7 @@ impl Device {
     }
 }
 
-impl Known {
+impl KnownPeer {
     /// The object of a peer that was read, and what is remembered of it.
     fn of(
         message: &PeerMessage,
@@ -384,11 +406,12 @@ impl Known {
         hasher: &RandomState,
     ) -> (Peer, Self) {
         let put = before.and_then(|before| before.put);
-        let peer = message.object(link);
-        let peer = match put.filter(|_| is_fresh(message.handshake)) {
-            Some(put) => with_endpoint(&peer, put),
-            None => peer,
-        };
+        let mut peer = message.object(link);
+        if let Some(put) = put
+            && is_fresh(message.handshake)
+        {
+            peer.attributes.endpoint = put;
+        }
         let known = Self {
             put,
             used: message.endpoint,

@@ -2,7 +2,7 @@
 
 use flannel_core::kernel::KernelError;
 
-use crate::netfilter::{Batch, Kind, Make, Messages, NetfilterMessage, NetfilterSocket};
+use crate::netfilter::{Batch, Kind, Make, NetfilterMessage, NetfilterSocket};
 use crate::nftables::attributes::{comment, find, number, number_in, text_in};
 use crate::nftables::expr::{self, Expr};
 use crate::nftables::table::{DELRULE, DELTABLE, NEWTABLE, RULE_EXPRESSIONS, TABLE};
@@ -25,7 +25,7 @@ const HOOK_PRIORITY: u16 = 2;
 /// `NFTA_RULE_CHAIN`.
 pub(crate) const RULE_CHAIN: u16 = 2;
 
-/// The places of chains in the path of a packet (`NF_INET_…`).
+/// The points in the path of a packet where the kernel runs chains (`NF_INET_…`).
 pub mod hook {
     /// Each packet that arrives.
     pub const PREROUTING: u32 = 0;
@@ -43,27 +43,27 @@ pub mod hook {
 /// A chain with its rules.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chain {
-    /// The place from which packets come; `None`: a regular chain, which only jumps reach.
+    /// Where the kernel runs the chain. `None` for a regular chain, which only jumps reach.
     pub base: Option<Base>,
     /// The rules in their order.
     pub rules: Vec<Vec<Expr>>,
 }
 
-/// The place from which packets come to a base chain.
+/// Where the kernel runs a base chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Base {
     /// `filter`, `nat` or `route`.
     pub kind: String,
     /// The [`hook`].
     pub hook: u32,
-    /// The place among the chains of the hook: lower ones come first.
+    /// The order among the chains of the hook. Lower priorities run first.
     pub priority: i32,
     /// The [`verdict`](crate::nftables::verdict) at the end of the chain.
     pub policy: u32,
 }
 
 impl Base {
-    /// From the attributes of a chain.
+    /// Reads the attributes of a chain. `None` for a regular chain.
     fn read(attributes: &[u8]) -> Option<Self> {
         let hook = find(attributes, CHAIN_HOOK)?;
         Some(Self {
@@ -76,9 +76,11 @@ impl Base {
 }
 
 impl Chain {
-    /// The chains of a table with these names; `None` for one that does not exist.
+    /// The chains of a table with these names, in this order. `None` for a chain that does not
+    /// exist.
     ///
-    /// They are read in several steps ([`at_one_moment`](crate::nftables::at_one_moment)).
+    /// They are read in several steps, so the caller may need
+    /// [`at_one_moment`](crate::nftables::at_one_moment).
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
@@ -87,34 +89,37 @@ impl Chain {
         table: &Table<'_>,
         names: &[&str],
     ) -> Result<Vec<Option<Self>>, KernelError> {
-        let chains = names.iter().map(|name| Self::without_rules(socket, table, name));
-        let mut chains = chains.collect::<Result<Vec<_>, _>>()?;
-        for (of, rule) in table.rules(socket)? {
-            // A foreign chain makes the number of objects in the table differ.
-            let chain = chains.iter_mut().zip(names).find(|(_, name)| **name == of);
-            if let Some((Some(chain), _)) = chain {
+        let mut chains = Vec::new();
+        for name in names {
+            chains.push(Self::without_rules(socket, table, name)?);
+        }
+        for (chain_name, rule) in table.rules(socket)? {
+            // Other chains are ignored. The number of objects in the table shows that they exist.
+            let n = names.iter().position(|name| *name == chain_name);
+            if let Some(chain) = n.and_then(|n| chains[n].as_mut()) {
                 chain.rules.push(rule);
             }
         }
         Ok(chains)
     }
 
-    /// A chain without its rules; `None` if it does not exist.
+    /// A chain without its rules, or `None` if it does not exist.
     fn without_rules(
         socket: &mut NetfilterSocket,
         table: &Table<'_>,
         name: &str,
     ) -> Result<Option<Self>, KernelError> {
-        let fill =
-            |request: &mut Messages| _ = request.text(TABLE, table.name).text(CHAIN_NAME, name);
-        present(socket.ask(table.kind(GETCHAIN), fill, |message| {
-            Some(Self { base: Base::read(message.attributes.0), rules: Vec::new() })
-        }))
+        let answer = socket.ask(
+            table.kind(GETCHAIN),
+            |request| _ = request.text(TABLE, table.name).text(CHAIN_NAME, name),
+            |message| Some(Self { base: Base::read(message.attributes.0), rules: Vec::new() }),
+        );
+        present(answer)
     }
 
     /// Adds the changes that create the chain in a table, with a comment of at most 253 bytes, and
-    /// append its rules. A chain that exists keeps its rules before these ones. The kernel refuses
-    /// the transaction if it has another base.
+    /// append its rules. If the chain exists, its old rules stay before the new ones. The kernel
+    /// refuses the transaction if the existing chain has another base.
     pub fn make(&self, batch: &mut Batch, table: &Table<'_>, name: &str, text: &str) {
         let protocol = table.family.protocol();
         batch.add(NEWCHAIN, protocol, Make::Create, |request| {
@@ -145,12 +150,12 @@ pub struct ChainHead {
     pub table: String,
     /// Its name.
     pub name: String,
-    /// As [`Chain::base`].
+    /// Where the kernel runs the chain. `None` for a regular chain, which only jumps reach.
     pub base: Option<Base>,
 }
 
 impl ChainHead {
-    /// All chains in tables of a family. Those whose names are not UTF-8 are left out.
+    /// All chains in tables of a family. Chains whose names are not UTF-8 are left out.
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
@@ -159,14 +164,19 @@ impl ChainHead {
         family: TableFamily,
     ) -> Result<Vec<Self>, KernelError> {
         let protocol = family.protocol();
-        let kind = Kind { subsystem: SUBSYSTEM, number: GETCHAIN, family: protocol };
         let read = |message: &NetfilterMessage<'_>| {
+            if message.kind.family != protocol {
+                return None;
+            }
             let attributes = message.attributes.0;
-            let (table, name) = (text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?);
-            let chain = Self { table, name, base: Base::read(attributes) };
-            (message.kind.family == protocol).then_some(chain)
+            Some(Self {
+                table: text_in(attributes, TABLE)?,
+                name: text_in(attributes, CHAIN_NAME)?,
+                base: Base::read(attributes),
+            })
         };
-        socket.dump(kind, |_| (), read)
+        let all = Kind { subsystem: SUBSYSTEM, number: GETCHAIN, family: protocol };
+        socket.dump(all, |_| (), read)
     }
 }
 
@@ -174,18 +184,18 @@ impl ChainHead {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ChainChange {
-    /// The family of the table; `None`: one that this crate does not know.
+    /// The family of the table, or `None` if this crate does not know the family.
     pub family: Option<TableFamily>,
     /// The name of the table.
     pub table: String,
-    /// The name of the chain; `None`: the table itself was made, changed or removed, or the name
-    /// is not UTF-8.
+    /// The name of the chain. `None` if the table itself was made, changed or removed, or if the
+    /// name is not UTF-8.
     pub chain: Option<String>,
 }
 
 impl ChainChange {
-    /// The change in a message of [`GROUP`](crate::nftables::GROUP); `None`: the message is about a
-    /// set or something else.
+    /// The change in a message of [`GROUP`](crate::nftables::GROUP), or `None` if the message is
+    /// about a set or something else.
     pub fn read(message: &NetfilterMessage<'_>) -> Option<Self> {
         let attributes = message.attributes.0;
         let chain = match message.kind.number {

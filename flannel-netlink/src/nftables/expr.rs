@@ -24,7 +24,7 @@ pub mod meta {
     pub const L4PROTO: u32 = 16;
 }
 
-/// The ends of a rule or a chain (`NF_…` and `NFT_…`).
+/// Verdicts, which end a rule or a chain (`NF_…` and `NFT_…`).
 pub mod verdict {
     /// The packet is dropped.
     pub const DROP: u32 = 0;
@@ -36,7 +36,7 @@ pub mod verdict {
 
 /// Kinds of addresses (`RTN_…`).
 pub mod kind {
-    /// The address is one of this host, or of the device.
+    /// The address belongs to this host, or to the device.
     pub const LOCAL: u32 = 2;
 }
 
@@ -49,7 +49,8 @@ const SECOND: u32 = 9;
 const NETWORK_HEADER: u32 = 1;
 const TRANSPORT_HEADER: u32 = 2;
 /// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
-const COMPARE: [u32; 2] = [0, 1];
+const EQUAL: u32 = 0;
+const NOT_EQUAL: u32 = 1;
 /// `NFT_FIB_RESULT_OIF` and `NFT_FIB_RESULT_ADDRTYPE`.
 const FIB_DEVICE: u32 = 1;
 const FIB_KIND: u32 = 3;
@@ -75,7 +76,7 @@ const DATA_VERDICT: u16 = 2;
 const CODE: u16 = 1;
 const TO_CHAIN: u16 = 2;
 
-/// One instruction. A value is loaded into one place, which the next load overwrites.
+/// One instruction. All loads use one register, so a load overwrites the value of the load before.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Expr {
@@ -87,36 +88,37 @@ pub enum Expr {
     SetMeta(u32),
     /// Loads bytes of the network header.
     Header {
-        /// The place of the first byte.
+        /// The offset of the first byte.
         offset: u32,
-        /// Their number, at most 16.
+        /// The number of bytes, at most 16.
         len: u32,
     },
-    /// Loads bytes from the transport header on. Ends the rule if the packet is shorter.
+    /// Loads bytes of the transport header or after it. Ends the rule if the packet is shorter.
     Transport {
-        /// The place of the first byte.
+        /// The offset of the first byte.
         offset: u32,
-        /// Their number, at most 16.
+        /// The number of bytes, at most 16.
         len: u32,
     },
     /// Loads bytes like [`Self::Header`], and puts them after the 4 bytes of the loaded value.
     Second {
-        /// The place of the first byte.
+        /// The offset of the first byte.
         offset: u32,
-        /// Their number, at most 16.
+        /// The number of bytes, at most 16.
         len: u32,
     },
     /// Clears the bits of the value of [`Self::Second`] that the mask lacks.
     SecondMask(Vec<u8>),
     /// Loads the index of the device by which the packet arrived, 4 bytes, if the route back to its
-    /// source leaves by that device, else 0. It can be in chains of the hooks
+    /// source leaves by that device, else 0. The kernel accepts it only in chains of the hooks
     /// [`PREROUTING`](crate::nftables::hook::PREROUTING), [`INPUT`](crate::nftables::hook::INPUT)
     /// and [`FORWARD`](crate::nftables::hook::FORWARD).
     WayBack,
     /// Loads the [`kind`] of the source address, 4 bytes in the machine's byte order.
     SourceKind,
     /// Loads the [`kind`] of the destination address at the device by which the packet arrived, 4
-    /// bytes in the machine's byte order. It can be where [`Self::WayBack`] can be.
+    /// bytes in the machine's byte order. The kernel accepts it in the same chains as
+    /// [`Self::WayBack`].
     KindAtArrival,
     /// Clears the bits of the loaded value that the mask lacks.
     Mask(Vec<u8>),
@@ -135,9 +137,9 @@ pub enum Expr {
         is_in: bool,
     },
     /// Loads the index of the device by which a packet to its destination leaves, as 4 bytes in the
-    /// machine's byte order; 0 without a route, and for a route that drops packets. Only before the
-    /// kernel has chosen the route. Not every kernel has this instruction (`nft_fib_ipv4`,
-    /// `nft_fib_ipv6`).
+    /// machine's byte order. It is 0 if there is no route, or if the route drops packets. It works
+    /// only before the kernel has chosen the route. Not every kernel has this instruction
+    /// (`nft_fib_ipv4`, `nft_fib_ipv6`).
     OutDevice,
     /// Loads the value of the loaded key in a map of the table. Ends the rule if the map lacks the
     /// key.
@@ -145,7 +147,7 @@ pub enum Expr {
         /// The name of the map.
         map: String,
     },
-    /// Counts the packets that come so far. The number is not part of the value: see
+    /// Counts the packets that reach it. The count is not part of the value. See
     /// [`Table::counted`](crate::nftables::Table::counted).
     Counter,
     /// Ends the rule with a [`verdict`].
@@ -169,7 +171,7 @@ pub fn arrived_by(device: LinkName) -> [Expr; 2] {
     [Expr::Meta(meta::IIFNAME), is_device(device)]
 }
 
-/// Continues only if the loaded name is that of the device.
+/// Continues only if the loaded name is the name of the device.
 pub fn is_device(device: LinkName) -> Expr {
     Expr::Compare { equal: true, value: padded(device) }
 }
@@ -218,19 +220,26 @@ pub(crate) fn write(message: &mut Messages, kind: u16, exprs: &[Expr]) {
 
 /// Reads a list of instructions.
 pub(crate) fn read(list: &[u8]) -> Vec<Expr> {
-    let elements = Attributes(list).filter(|(kind, _)| *kind == ELEMENT);
-    elements.map(|(_, element)| Expr::read(element)).collect()
+    elements(list).map(Expr::read).collect()
 }
 
 /// The number of packets that the counters in a list of instructions have counted.
 pub(crate) fn packets(list: &[u8]) -> u64 {
-    let elements = Attributes(list).filter(|(kind, _)| *kind == ELEMENT);
-    let counted = |element| {
-        let is_counter = find(element, NAME) == Some(b"counter\0");
-        let packets = find(find(element, DATA).filter(|_| is_counter)?, PACKETS)?;
-        Some(u64::from_be_bytes(packets.try_into().ok()?))
-    };
-    elements.filter_map(|(_, element)| counted(element)).fold(0, u64::saturating_add)
+    elements(list).filter_map(counted).fold(0, u64::saturating_add)
+}
+
+/// The instructions in a list.
+fn elements(list: &[u8]) -> impl Iterator<Item = &[u8]> {
+    Attributes(list).filter(|(kind, _)| *kind == ELEMENT).map(|(_, element)| element)
+}
+
+/// The number of packets that an instruction has counted. `None` if it is not a counter.
+fn counted(element: &[u8]) -> Option<u64> {
+    if find(element, NAME)? != b"counter\0" {
+        return None;
+    }
+    let packets = find(find(element, DATA)?, PACKETS)?;
+    Some(u64::from_be_bytes(packets.try_into().ok()?))
 }
 
 impl Expr {
@@ -276,7 +285,8 @@ impl Expr {
             Self::Mask(mask) => clear(data, REGISTER, mask),
             Self::SecondMask(mask) => clear(data, SECOND, mask),
             Self::Compare { equal, value } => {
-                number(number(data, 1, REGISTER), 2, COMPARE[usize::from(!equal)]);
+                let operation = if *equal { EQUAL } else { NOT_EQUAL };
+                number(number(data, 1, REGISTER), 2, operation);
                 data.nest(3u16, |data| _ = data.attr(VALUE, value));
             }
             Self::Lookup { set, is_in } => {
@@ -308,51 +318,25 @@ impl Expr {
         Self::known(&name, data).unwrap_or_else(|| Self::Other { name, data: data.to_vec() })
     }
 
-    /// `None` for an expression that this crate does not write.
+    /// Reads an instruction. `None` for an instruction that this crate does not write.
     fn known(name: &str, data: &[u8]) -> Option<Self> {
         let is = |kind, value| number_in(data, kind) == Some(value);
-        let value = |kind| Some(find(find(data, kind)?, VALUE)?.to_vec());
         match name {
             "meta" if is(1, REGISTER) => Some(Self::Meta(number_in(data, 2)?)),
             "meta" if is(3, REGISTER) => Some(Self::SetMeta(number_in(data, 2)?)),
-            "immediate" if is(1, REGISTER) => Some(Self::Value(value(2)?)),
-            "payload" => {
-                let (offset, len) = (number_in(data, 3)?, number_in(data, 4)?);
-                match (number_in(data, 1)?, number_in(data, 2)?) {
-                    (REGISTER, NETWORK_HEADER) => Some(Self::Header { offset, len }),
-                    (REGISTER, TRANSPORT_HEADER) => Some(Self::Transport { offset, len }),
-                    (SECOND, NETWORK_HEADER) => Some(Self::Second { offset, len }),
-                    _ => None,
-                }
-            }
-            // Operation 0 is mask and xor. Older kernels have no other operation, and omit it.
-            "bitwise" if number_in(data, 6).unwrap_or(0) == 0 => {
-                let flips_nothing = value(5)?.iter().all(|byte| *byte == 0);
-                let mask = value(4).filter(|_| flips_nothing)?;
-                match (number_in(data, 1)?, number_in(data, 2)?) {
-                    (REGISTER, REGISTER) => Some(Self::Mask(mask)),
-                    (SECOND, SECOND) => Some(Self::SecondMask(mask)),
-                    _ => None,
-                }
-            }
+            "immediate" if is(1, REGISTER) => Some(Self::Value(value_in(data, 2)?)),
+            "immediate" if is(1, VERDICT) => read_verdict(data),
+            "payload" => read_payload(data),
+            "bitwise" => read_bitwise(data),
             "cmp" if is(1, REGISTER) => {
-                let operation = number_in(data, 2)?;
-                let equal = COMPARE.iter().position(|known| *known == operation)? == 0;
-                Some(Self::Compare { equal, value: value(3)? })
-            }
-            "lookup" if is(2, REGISTER) && find(data, 3).is_none() => {
-                let is_in = match number_in(data, 5) {
-                    Some(INVERTED) => false,
-                    None | Some(0) => true,
-                    Some(_) => return None,
+                let equal = match number_in(data, 2)? {
+                    EQUAL => true,
+                    NOT_EQUAL => false,
+                    _ => return None,
                 };
-                Some(Self::Lookup { set: text_in(data, 1)?, is_in })
+                Some(Self::Compare { equal, value: value_in(data, 3)? })
             }
-            "lookup"
-                if is(2, REGISTER) && is(3, REGISTER) && number_in(data, 5).unwrap_or(0) == 0 =>
-            {
-                Some(Self::Map { map: text_in(data, 1)? })
-            }
+            "lookup" if is(2, REGISTER) => read_lookup(data),
             "fib" if is(1, REGISTER) => match (number_in(data, 2)?, number_in(data, 3)?) {
                 (FIB_DEVICE, FIB_SOURCE_AND_DEVICE) => Some(Self::WayBack),
                 (FIB_DEVICE, FIB_DESTINATION) => Some(Self::OutDevice),
@@ -361,18 +345,64 @@ impl Expr {
                 _ => None,
             },
             "counter" => Some(Self::Counter),
-            "immediate" if is(1, VERDICT) => {
-                let verdict = find(find(data, 2)?, DATA_VERDICT)?;
-                // Another one jumps to a chain.
-                let ends = find(verdict, TO_CHAIN).is_none();
-                Some(Self::Verdict(number_in(verdict, CODE).filter(|_| ends)?))
-            }
             // The expression that this crate writes has no port registers.
             "masq" if find(data, 2).is_none() && find(data, 3).is_none() => {
                 Some(Self::Masquerade { flags: number_in(data, 1).unwrap_or(0) })
             }
             _ => None,
         }
+    }
+}
+
+/// The value in the attribute `kind`.
+fn value_in(data: &[u8], kind: u16) -> Option<Vec<u8>> {
+    Some(find(find(data, kind)?, VALUE)?.to_vec())
+}
+
+fn read_verdict(data: &[u8]) -> Option<Expr> {
+    let verdict = find(find(data, 2)?, DATA_VERDICT)?;
+    // A verdict with a chain is a jump.
+    if find(verdict, TO_CHAIN).is_some() {
+        return None;
+    }
+    Some(Expr::Verdict(number_in(verdict, CODE)?))
+}
+
+fn read_payload(data: &[u8]) -> Option<Expr> {
+    let offset = number_in(data, 3)?;
+    let len = number_in(data, 4)?;
+    match (number_in(data, 1)?, number_in(data, 2)?) {
+        (REGISTER, NETWORK_HEADER) => Some(Expr::Header { offset, len }),
+        (REGISTER, TRANSPORT_HEADER) => Some(Expr::Transport { offset, len }),
+        (SECOND, NETWORK_HEADER) => Some(Expr::Second { offset, len }),
+        _ => None,
+    }
+}
+
+fn read_bitwise(data: &[u8]) -> Option<Expr> {
+    // Operation 0 is mask and xor. Older kernels have no other operation, and omit it.
+    let operation = number_in(data, 6).unwrap_or(0);
+    let xor = value_in(data, 5)?;
+    if operation != 0 || xor.iter().any(|byte| *byte != 0) {
+        return None;
+    }
+    let mask = value_in(data, 4)?;
+    match (number_in(data, 1)?, number_in(data, 2)?) {
+        (REGISTER, REGISTER) => Some(Expr::Mask(mask)),
+        (SECOND, SECOND) => Some(Expr::SecondMask(mask)),
+        _ => None,
+    }
+}
+
+/// Reads a lookup in a set, or in a map if it has a register for the value.
+fn read_lookup(data: &[u8]) -> Option<Expr> {
+    let name = text_in(data, 1)?;
+    let has_value = find(data, 3).is_some();
+    match number_in(data, 5).unwrap_or(0) {
+        0 if has_value && number_in(data, 3) == Some(REGISTER) => Some(Expr::Map { map: name }),
+        0 if !has_value => Some(Expr::Lookup { set: name, is_in: true }),
+        INVERTED if !has_value => Some(Expr::Lookup { set: name, is_in: false }),
+        _ => None,
     }
 }
 
@@ -387,7 +417,7 @@ fn load(data: &mut Messages, register: u32, header: u32, offset: u32, len: u32) 
     number(number(data, 3, offset), 4, len);
 }
 
-/// Writes the clearing of the bits of a register that the mask lacks.
+/// Writes an instruction that clears the bits of a register that the mask lacks.
 fn clear(data: &mut Messages, register: u32, mask: &[u8]) {
     // The kernel refuses a mask that is longer than a register.
     let len = u32::try_from(mask.len()).unwrap_or(u32::MAX);

@@ -3,7 +3,7 @@
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 
-use crate::netfilter::{Attributes, Batch, Make, Messages, NetfilterSocket};
+use crate::netfilter::{Attributes, Batch, Make, Messages, NetfilterMessage, NetfilterSocket};
 use crate::nftables::attributes::{find, number, number_in};
 use crate::nftables::table::TABLE;
 use crate::nftables::{Table, batch, present};
@@ -31,27 +31,30 @@ const ELEMENT: u16 = 1;
 const KEY: u16 = 1;
 const DATA: u16 = 2;
 const VALUE: u16 = 1;
-/// `ipv4_addr` and `ipv6_addr` of `nft`, and the bits of a type in a concatenation.
-const ADDRESS: [u32; 2] = [7, 8];
+/// `ipv4_addr` and `ipv6_addr` of `nft`.
+const IPV4_ADDRESS: u32 = 7;
+const IPV6_ADDRESS: u32 = 8;
 /// `mark` of `nft`, and its bytes.
 const MARK: u32 = 19;
 const MARK_LEN: u32 = 4;
+/// The bits of each type in a concatenation of types.
+const TYPE_BITS: u32 = 6;
 /// For `nft`: types of user data (`NFTNL_UDATA_SET_KEYBYTEORDER` and `_DATABYTEORDER`), and the
 /// orders of bytes (`BYTEORDER_HOST_ENDIAN` and `_BIG_ENDIAN`).
 const KEY_ORDER: u8 = 0;
 const DATA_ORDER: u8 = 1;
 const OF_MACHINE: u32 = 1;
 const BIG_ENDIAN: u32 = 2;
-const TYPE_BITS: u32 = 6;
-/// The bytes of an element in a message besides its value: those of three attributes, in a map of
-/// five.
+/// The bytes of an element in a message without its value: the headers of three attributes, or of
+/// five in a map.
 const OVERHEAD: usize = 20;
-/// The most bytes of elements in a message. The kernel sends a refused message back, into a buffer
-/// of 32 KiB.
+/// The largest number of bytes of elements in a message. The kernel sends a refused message back,
+/// into a buffer of 32 KiB.
 const MOST: usize = 28_000;
-/// The most bytes of elements in a transaction. The send buffer of a socket has 200 KiB.
+/// The largest number of bytes of elements in a transaction. The send buffer of a socket has 200
+/// KiB.
 const MOST_IN_BATCH: usize = 4 * MOST;
-/// The most changes in a transaction ([`Batch::add`]).
+/// The largest number of changes in a transaction ([`Batch::add`]).
 const MOST_CHANGES: usize = 200;
 
 /// A set or a map whose keys are addresses, or a mark and addresses.
@@ -75,12 +78,12 @@ pub struct Set<'a> {
 /// The marks in a [`Set`]: numbers of 4 bytes in the machine's byte order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Marks {
-    /// There are none.
+    /// The set has no marks.
     #[default]
     None,
-    /// A key is a mark and the addresses.
+    /// A key is a mark, followed by the addresses.
     First,
-    /// It is a map from the addresses to a mark, which is at the end of an element.
+    /// The set is a map from the addresses to a mark, which is at the end of an element.
     Value,
 }
 
@@ -117,9 +120,12 @@ impl Set<'_> {
         request.text(TABLE, self.table.name).text(SET_NAME, self.name);
     }
 
-    /// Adds the change that creates the set. `id` differs from that of other sets in the batch.
+    /// Adds the change that creates the set. Each set in the batch needs another `id`.
     pub fn make(&self, batch: &mut Batch, id: u32) {
-        let address = ADDRESS[usize::from(self.family == Family::V6)];
+        let address = match self.family {
+            Family::V4 => IPV4_ADDRESS,
+            Family::V6 => IPV6_ADDRESS,
+        };
         let first = if self.marks == Marks::First { MARK } else { 0 };
         let kind = (0..self.addresses).fold(first, |kind, _| kind << TYPE_BITS | address);
         batch.add(NEWSET, self.table.family.protocol(), Make::Create, |request| {
@@ -135,19 +141,19 @@ impl Set<'_> {
         });
     }
 
-    /// The set without its elements; `None` if it does not exist.
+    /// The set without its elements, or `None` if it does not exist.
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
     pub fn head(&self, socket: &mut NetfilterSocket) -> Result<Option<SetHead>, KernelError> {
-        let named = |request: &mut Messages| self.named(request);
-        present(socket.ask(self.table.kind(GETSET), named, |message| {
+        let read = |message: &NetfilterMessage<'_>| {
             let attributes = message.attributes.0;
             let flags = number_in(attributes, SET_FLAGS).unwrap_or_default();
             let data_len = number_in(attributes, SET_DATA_LEN).unwrap_or_default();
             let key_len = number_in(attributes, SET_KEY_LEN)?;
             Some(SetHead { flags, element_len: key_len.saturating_add(data_len) })
-        }))
+        };
+        present(socket.ask(self.table.kind(GETSET), |request| self.named(request), read))
     }
 
     /// The elements, each the bytes of its key and of its value. While the kernel resizes the set,
@@ -157,12 +163,13 @@ impl Set<'_> {
     /// The set does not exist (`ENOENT`), the kernel has no nf_tables, or this process lacks
     /// `CAP_NET_ADMIN`.
     pub fn elements(&self, socket: &mut NetfilterSocket) -> Result<Vec<Vec<u8>>, KernelError> {
-        let named = |request: &mut Messages| self.named(request);
-        let found = socket.dump(self.table.kind(GETSETELEM), named, |message| {
+        let read = |message: &NetfilterMessage<'_>| {
             let list = find(message.attributes.0, ELEMENTS).unwrap_or_default();
             Some(Attributes(list).filter_map(|(_, bytes)| element(bytes)).collect::<Vec<_>>())
-        })?;
-        Ok(found.into_iter().flatten().collect())
+        };
+        let parts =
+            socket.dump(self.table.kind(GETSETELEM), |request| self.named(request), read)?;
+        Ok(parts.into_iter().flatten().collect())
     }
 }
 
@@ -173,7 +180,8 @@ fn element(attributes: &[u8]) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Changes in as many transactions as the elements need, because the kernel limits their size.
+/// Changes of sets, in as many transactions as the elements need, because the kernel limits the
+/// size of a transaction.
 #[derive(Debug, Default)]
 pub struct Batches {
     batches: Vec<Batch>,
@@ -196,7 +204,7 @@ impl Batches {
         self.batches.last_mut().expect("there is one")
     }
 
-    /// Adds elements. It is no error if they exist. Each has the length of
+    /// Adds elements. Elements that exist stay as they are. Each has the length
     /// [`Set::element_len`].
     pub fn put(&mut self, set: &Set<'_>, elements: &[Vec<u8>]) {
         self.change(NEWSETELEM, Make::Create, set, elements);

@@ -33,11 +33,11 @@ pub(crate) const RULE_EXPRESSIONS: u16 = 4;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TableFamily {
-    /// `inet`: those of IPv4 and of IPv6.
+    /// `inet`: IPv4 and IPv6 packets.
     Inet,
-    /// `ip`: those of IPv4.
+    /// `ip`: IPv4 packets.
     Ip,
-    /// `ip6`: those of IPv6.
+    /// `ip6`: IPv6 packets.
     Ip6,
 }
 
@@ -68,7 +68,7 @@ impl From<Family> for TableFamily {
     }
 }
 
-/// The word of `nft`: `ip6`.
+/// The name of the family in `nft`, such as `ip6`.
 impl fmt::Display for TableFamily {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -92,7 +92,7 @@ pub struct Table<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TableHead {
-    /// `NFT_TABLE_F_…`; 1: the table is dormant, so it has no effect.
+    /// `NFT_TABLE_F_…`. With the flag 1 the table is dormant, so it has no effect.
     pub flags: u32,
     /// The number of its chains, sets and other objects.
     pub uses: u32,
@@ -110,8 +110,8 @@ impl Table<'_> {
         Kind { subsystem: SUBSYSTEM, number, family: self.family.protocol() }
     }
 
-    /// Adds the change that creates the table with a comment of at most 253 bytes. It is no error
-    /// if the table exists.
+    /// Adds the change that creates the table with a comment of at most 253 bytes. If the table
+    /// exists, it stays.
     pub fn make(&self, batch: &mut Batch, comment: &str) {
         self.make_with(batch, Make::Create, comment);
     }
@@ -131,9 +131,7 @@ impl Table<'_> {
 
     /// Adds the change that removes the table, which must exist.
     pub fn remove(&self, batch: &mut Batch) {
-        batch.add(DELTABLE, self.family.protocol(), Make::Nothing, |request| {
-            _ = request.text(TABLE, self.name);
-        });
+        batch.add(DELTABLE, self.family.protocol(), Make::Nothing, |request| self.named(request));
     }
 
     /// Adds the change that removes all rules of a chain, which must exist.
@@ -150,7 +148,7 @@ impl Table<'_> {
         });
     }
 
-    /// The names of all tables of a family. Those that are not UTF-8 are left out.
+    /// The names of all tables of a family. Names that are not UTF-8 are left out.
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
@@ -159,28 +157,27 @@ impl Table<'_> {
         family: TableFamily,
     ) -> Result<Vec<String>, KernelError> {
         let protocol = family.protocol();
+        let read = |message: &NetfilterMessage<'_>| {
+            if message.kind.family != protocol {
+                return None;
+            }
+            text_in(message.attributes.0, TABLE)
+        };
         let all = Kind { subsystem: SUBSYSTEM, number: GETTABLE, family: protocol };
-        socket.dump(
-            all,
-            |_| (),
-            |message| {
-                let is_of_family = message.kind.family == protocol;
-                text_in(message.attributes.0, TABLE).filter(|_| is_of_family)
-            },
-        )
+        socket.dump(all, |_| (), read)
     }
 
-    /// The table without its content; `None` if it does not exist.
+    /// The table without its content, or `None` if it does not exist.
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
     pub fn head(&self, socket: &mut NetfilterSocket) -> Result<Option<TableHead>, KernelError> {
-        let fill = |request: &mut Messages| _ = request.text(TABLE, self.name);
-        present(socket.ask(self.kind(GETTABLE), fill, |message| {
+        let read = |message: &NetfilterMessage<'_>| {
             let attributes = message.attributes.0;
             let flags = number_in(attributes, TABLE_FLAGS)?;
             Some(TableHead { flags, uses: number_in(attributes, TABLE_USE)? })
-        }))
+        };
+        present(socket.ask(self.kind(GETTABLE), |request| self.named(request), read))
     }
 
     /// Whether it has a chain with this name.
@@ -192,9 +189,12 @@ impl Table<'_> {
         socket: &mut NetfilterSocket,
         chain: &str,
     ) -> Result<bool, KernelError> {
-        let fill =
-            |request: &mut Messages| _ = request.text(TABLE, self.name).text(CHAIN_NAME, chain);
-        Ok(present(socket.ask(self.kind(GETCHAIN), fill, |_| Some(())))?.is_some())
+        let answer = socket.ask(
+            self.kind(GETCHAIN),
+            |request| _ = request.text(TABLE, self.name).text(CHAIN_NAME, chain),
+            |_| Some(()),
+        );
+        Ok(present(answer)?.is_some())
     }
 
     /// The rules in order, each with the name of its chain. A table that does not exist has none.
@@ -208,19 +208,18 @@ impl Table<'_> {
         self.read_rules(socket, expr::read)
     }
 
-    /// The sum of all counters in its rules, in packets; 0 if it does not exist. Takes one request:
-    /// sets are not read.
+    /// The sum of all counters in its rules, in packets. It is 0 if the table does not exist. This
+    /// takes one request, because sets are not read.
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
     pub fn counted(&self, socket: &mut NetfilterSocket) -> Result<u64, KernelError> {
-        let counts = present(self.read_rules(socket, expr::packets))?;
-        let packets = counts.into_iter().flatten().map(|(_, packets)| packets);
-        Ok(packets.fold(0, u64::saturating_add))
+        let counts = present(self.read_rules(socket, expr::packets))?.unwrap_or_default();
+        Ok(counts.into_iter().map(|(_, packets)| packets).fold(0, u64::saturating_add))
     }
 
-    /// The counter of each rule in packets, in order, with the name of the rule's chain; 0 for a
-    /// rule without one. A table that does not exist has no rules.
+    /// The counter of each rule in packets, in order, with the name of the rule's chain. It is 0
+    /// for a rule without a counter. A table that does not exist has no rules.
     ///
     /// # Errors
     /// The kernel has no nf_tables, or this process lacks `CAP_NET_ADMIN`.
@@ -236,21 +235,30 @@ impl Table<'_> {
         socket: &mut NetfilterSocket,
         read: fn(&[u8]) -> T,
     ) -> Result<Vec<(String, T)>, KernelError> {
-        let fill = |request: &mut Messages| _ = request.text(TABLE, self.name);
-        socket.dump(self.kind(GETRULE), fill, |message| {
-            let attributes = message.attributes.0;
+        let read_rule = |message: &NetfilterMessage<'_>| {
             // Older kernels do not filter by table.
-            let is_in_table = message.kind.family == self.family.protocol()
-                && text_in(attributes, TABLE).as_deref() == Some(self.name);
-            let exprs = read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
-            is_in_table.then_some((text_in(attributes, RULE_CHAIN)?, exprs))
-        })
+            if !self.is_subject_of(message) {
+                return None;
+            }
+            let attributes = message.attributes.0;
+            let exprs = find(attributes, RULE_EXPRESSIONS).unwrap_or_default();
+            Some((text_in(attributes, RULE_CHAIN)?, read(exprs)))
+        };
+        socket.dump(self.kind(GETRULE), |request| self.named(request), read_rule)
     }
 
     /// Whether a message of [`GROUP`](crate::nftables::GROUP) is about this table or its content.
     pub fn is_changed_by(&self, message: &NetfilterMessage<'_>) -> bool {
-        message.kind.number != NEWGEN
-            && message.kind.family == self.family.protocol()
+        message.kind.number != NEWGEN && self.is_subject_of(message)
+    }
+
+    fn is_subject_of(&self, message: &NetfilterMessage<'_>) -> bool {
+        message.kind.family == self.family.protocol()
             && text_in(message.attributes.0, TABLE).as_deref() == Some(self.name)
+    }
+
+    /// Adds the name of the table to a request.
+    fn named(&self, request: &mut Messages) {
+        request.text(TABLE, self.name);
     }
 }

@@ -20,18 +20,23 @@ const FAMILY: u16 = 32;
 /// # Panics
 /// An object that was read, written and read again is not the same.
 pub fn decode(datagram: &[u8]) -> Vec<String> {
-    let text = |message: &Message<'_>| {
+    texts(datagram, |message| {
         for kind in [ERROR, DONE] {
             let _ = outcome(&Message { kind, ..*message });
         }
-        let found = object(message);
-        if let Some(found) = &found {
-            assert_eq!(object_again(found).as_ref(), Some(found), "written and read again");
-        }
-        found.map_or_else(|| "-".to_owned(), |found| found.to_string())
-    };
+        let found = object(message)?;
+        assert_eq!(object_again(&found).as_ref(), Some(&found), "written and read again");
+        Some(found.to_string())
+    })
+}
+
+/// A text for each message in a datagram: the result of `read`, or `-` if it is `None`.
+fn texts(datagram: &[u8], read: impl Fn(&Message<'_>) -> Option<String>) -> Vec<String> {
     messages(datagram)
-        .map(|message| message.map_or_else(|_| "cut short".to_owned(), |m| text(&m)))
+        .map(|message| match message {
+            Ok(message) => read(&message).unwrap_or_else(|| "-".to_owned()),
+            Err(_) => "cut short".to_owned(),
+        })
         .collect()
 }
 
@@ -39,36 +44,38 @@ fn name() -> LinkName {
     "flannel.1".parse().expect("a name")
 }
 
-/// Reads the messages about WireGuard devices in a datagram, as [`decode`] does those of rtnetlink.
-/// Returns a text for each: the device and its peers. The family of generic netlink has any number.
+/// Reads the messages about WireGuard devices in a datagram. Returns a text for each: the device
+/// and its peers, or the same texts as [`decode`]. The number of the netlink family is ignored.
 ///
 /// # Panics
 /// A peer that was read, written and read again is not the same.
 pub fn decode_wireguard(datagram: &[u8]) -> Vec<String> {
-    let text = |message: &Message<'_>| {
+    texts(datagram, |message| {
         if matches!(message.kind, ERROR | DONE) {
             let _ = outcome(message);
-            return "-".to_owned();
+            return None;
         }
-        let Some(device) = wireguard::read(message) else { return "-".to_owned() };
+        let device = wireguard::read(message)?;
         let joined = DeviceMessage::join([device.clone(), device.clone()]);
         assert!(joined.is_some_and(|joined| joined.peers.len() >= device.peers.len()));
         let peers: Vec<Peer> = device.peers.iter().map(|peer| peer.object(name())).collect();
         assert_eq!(peers_again(&peers), peers, "written and read again");
-        let exact = |n: usize| if device.peers[n].is_exact() { "" } else { " and more" };
-        let peers = peers.iter().enumerate().map(|(n, peer)| format!(", {peer}{}", exact(n)));
-        format!("listen-port {}{}", device.port, peers.collect::<String>())
-    };
-    messages(datagram)
-        .map(|message| message.map_or_else(|_| "cut short".to_owned(), |m| text(&m)))
-        .collect()
+        let mut text = format!("listen-port {}", device.port);
+        for (peer, message) in peers.iter().zip(&device.peers) {
+            let more = if message.is_exact() { "" } else { " and more" };
+            text += &format!(", {peer}{more}");
+        }
+        Some(text)
+    })
 }
 
 /// The peers, written and read again.
 fn peers_again(peers: &[Peer]) -> Vec<Peer> {
     let read = |some: &[Peer]| -> Option<Vec<Peer>> {
-        let put = |peer| PeerChange::Put { peer, keep_endpoint: false, had_psk: false };
-        let changes: Vec<_> = some.iter().map(put).collect();
+        let changes: Vec<_> = some
+            .iter()
+            .map(|peer| PeerChange::Put { peer, keep_endpoint: false, had_psk: false })
+            .collect();
         let mut request = wireguard::set_peers(FAMILY, INDEX, &changes);
         let bytes = request.ready(0..1, 0, NlmF::empty());
         let device = wireguard::read(&messages(bytes).next()?.ok()?)?;
@@ -98,7 +105,7 @@ fn object(message: &Message<'_>) -> Option<Object> {
             found.object(|_| Some(name())).map(Object::Route)
         }
         _ if nexthop::is_event(message.kind) => {
-            let _ = nexthop::members(message);
+            let _ = nexthop::group(message);
             nexthop::read(message)?.object(name()).map(Object::Nexthop)
         }
         _ => None,

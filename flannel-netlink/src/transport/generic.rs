@@ -18,7 +18,7 @@ const FAMILY_ID: u16 = 1;
 const FAMILY_NAME: u16 = 2;
 
 /// Opens a socket. Returns it with the number of a family. The kernel loads the module of the
-/// family if the module has an alias for it, as `wireguard` has and `fou` has not.
+/// family if the module has an alias for it. `wireguard` has one, `fou` does not.
 pub(crate) fn open(family: &str) -> Result<(Socket, u16), KernelError> {
     let mut socket = Socket::open_to(NlFamily::Generic)?;
     let mut request = Messages::one(CONTROL, NlmF::empty(), &GET_FAMILY);

@@ -46,8 +46,8 @@ impl Multicast {
         Ok(Self { socket, lost: false, buffer: vec![0; MESSAGE].into() })
     }
 
-    /// Joins these groups and leaves all others. A number of a group is 1 to 32. Groups that the
-    /// kernel does not know have no messages.
+    /// Joins these groups and leaves all others. Group numbers are 1 to 32. Groups that the kernel
+    /// does not know have no messages.
     pub(crate) fn join(&self, groups: &[u32]) -> io::Result<()> {
         let groups = groups.iter().fold(0, |groups, group| groups | 1 << (group - 1));
         let port = getsockname::<NetlinkAddr>(self.socket.as_raw_fd())?.pid();

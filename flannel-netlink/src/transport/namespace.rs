@@ -39,15 +39,15 @@ impl Namespace {
             return Ok(work());
         }
         let inside = || setns(&self.0, CloneFlags::CLONE_NEWNET).map(|()| work());
-        let outcome = std::thread::scope(|scope| scope.spawn(inside).join());
-        let outcome = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        outcome
+        std::thread::scope(|scope| scope.spawn(inside).join())
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             .map_err(|errno| KernelError::explained(errno as i32, "entering the network namespace"))
     }
 
     /// Whether both files are the same namespace.
     fn is(&self, other: &Self) -> io::Result<bool> {
-        let (this, other) = (self.0.metadata()?, other.0.metadata()?);
-        Ok((this.dev(), this.ino()) == (other.dev(), other.ino()))
+        let this = self.0.metadata()?;
+        let other = other.0.metadata()?;
+        Ok(this.dev() == other.dev() && this.ino() == other.ino())
     }
 }

@@ -73,8 +73,8 @@ impl Messages {
     /// `value` has more than 65,531 bytes.
     pub fn attr(&mut self, kind: impl Into<u16>, value: &[u8]) -> &mut Self {
         let len = u16::try_from(4 + value.len()).expect("an attribute is shorter than 64 KiB");
-        let ([a, b], [c, d]) = (len.to_ne_bytes(), kind.into().to_ne_bytes());
-        self.bytes.extend_from_slice(&[a, b, c, d]);
+        self.bytes.extend_from_slice(&len.to_ne_bytes());
+        self.bytes.extend_from_slice(&kind.into().to_ne_bytes());
         self.bytes.extend_from_slice(value);
         if !value.len().is_multiple_of(4) {
             self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
@@ -119,11 +119,11 @@ impl Messages {
         let bytes = &mut self.bytes;
         let end_of = |n: usize, all: usize| self.starts.get(n + 1).copied().unwrap_or(all);
         for (number, n) in (0_u32..).zip(part.clone()) {
-            let (start, end) = (self.starts[n], end_of(n, bytes.len()));
-            let len = u32::try_from(end - start).expect("a message is short");
-            let flags =
+            let start = self.starts[n];
+            let len = u32::try_from(end_of(n, bytes.len()) - start).expect("a message is short");
+            let mut flags =
                 NlmF::from_bits_retain(u16::from_ne_bytes([bytes[start + 6], bytes[start + 7]]));
-            let flags = if n + 1 == part.end { flags | last } else { flags - last };
+            flags.set(last, n + 1 == part.end);
             bytes[start..start + 4].copy_from_slice(&len.to_ne_bytes());
             bytes[start + 6..start + 8].copy_from_slice(&flags.bits().to_ne_bytes());
             bytes[start + 8..start + 12]
@@ -140,7 +140,7 @@ pub(crate) struct Message<'a> {
     pub(crate) kind: u16,
     pub(crate) flags: NlmF,
     pub(crate) sequence: u32,
-    /// The port id of the socket that requested the change; 0 if the kernel does not report it.
+    /// The port id of the socket that requested the change, or 0 if the kernel does not report it.
     pub(crate) port: u32,
     pub(crate) payload: &'a [u8],
 }
@@ -152,7 +152,7 @@ impl<'a> Message<'a> {
         self.kind % 4 == 1
     }
 
-    /// The fixed header of `N` bytes and the attributes after it; `None` if the message is shorter.
+    /// The fixed header of `N` bytes and the attributes after it. `None` if the message is shorter.
     pub(crate) fn split<const N: usize>(&self) -> Option<(&'a [u8; N], Attributes<'a>)> {
         let (header, rest) = self.payload.split_first_chunk()?;
         Some((header, Attributes(rest)))
@@ -177,7 +177,7 @@ pub(crate) fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<Message<'
     })
 }
 
-/// The first message in `bytes`, and its length without padding; `None` if it is truncated.
+/// The first message in `bytes`, and its length without padding. `None` if it is truncated.
 fn message(bytes: &[u8]) -> Option<(Message<'_>, usize)> {
     let len = usize::try_from(u32_at(bytes, 0)?).ok()?;
     let payload = bytes.get(HEADER..len)?;
@@ -239,33 +239,36 @@ fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// The number at an offset, in the machine's byte order; `None` if there are too few bytes.
+/// The number at an offset, in the machine's byte order. `None` if there are too few bytes.
 pub(crate) fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// The number in the first four bytes, in the machine's byte order; `None` if there are fewer.
+/// The number in the first four bytes, in the machine's byte order. `None` if there are fewer.
 pub(crate) fn u32_of(value: &[u8]) -> Option<u32> {
     u32_at(value, 0)
 }
 
-/// The number in the first two bytes, in the machine's byte order; `None` if there are fewer.
+/// The number in the first two bytes, in the machine's byte order. `None` if there are fewer.
 pub(crate) fn u16_of(value: &[u8]) -> Option<u16> {
     u16_at(value, 0)
 }
 
-/// An IP address: 4 bytes are IPv4, 16 bytes are IPv6. `None` for other lengths.
+/// An IP address. 4 bytes are an IPv4 address, 16 bytes are an IPv6 address. `None` for other
+/// lengths.
 pub(crate) fn ip_of(value: &[u8]) -> Option<IpAddr> {
-    let v4 = <[u8; 4]>::try_from(value).map(IpAddr::from);
-    v4.or_else(|_| <[u8; 16]>::try_from(value).map(IpAddr::from)).ok()
+    if let Ok(octets) = <[u8; 4]>::try_from(value) {
+        return Some(octets.into());
+    }
+    <[u8; 16]>::try_from(value).ok().map(IpAddr::from)
 }
 
-/// A MAC address; `None` unless there are 6 bytes.
+/// A MAC address. `None` unless there are 6 bytes.
 pub(crate) fn mac_of(value: &[u8]) -> Option<MacAddr> {
     <[u8; 6]>::try_from(value).map(MacAddr).ok()
 }
 
-/// The text before the first zero byte; `None` if it is not UTF-8.
+/// The text before the first zero byte. `None` if it is not UTF-8.
 pub(crate) fn text_of(value: &[u8]) -> Option<String> {
     let text = value.split(|byte| *byte == 0).next()?;
     String::from_utf8(text.to_vec()).ok()
@@ -292,7 +295,8 @@ mod tests {
 
     #[test]
     fn message_types_are_those_of_neli() {
-        assert_eq!((ERROR, DONE), (Nlmsg::Error.into(), Nlmsg::Done.into()));
+        assert_eq!(ERROR, u16::from(Nlmsg::Error));
+        assert_eq!(DONE, u16::from(Nlmsg::Done));
     }
 
     #[test]
@@ -345,8 +349,9 @@ mod tests {
             let bytes = sent.ready(0..1, 5, NlmF::ACK).to_vec();
             let got: Vec<_> = messages(&bytes).collect::<Result<_, _>>().unwrap();
             prop_assert_eq!(got.len(), 1);
-            let header = (got[0].kind, got[0].sequence, got[0].flags);
-            prop_assert_eq!(header, (24, 5, NlmF::REQUEST | NlmF::ACK));
+            prop_assert_eq!(got[0].kind, 24);
+            prop_assert_eq!(got[0].sequence, 5);
+            prop_assert_eq!(got[0].flags, NlmF::REQUEST | NlmF::ACK);
             let attributes = Attributes(&got[0].payload[4..]);
             let read: Vec<_> = attributes.map(|(kind, value)| (kind, value.to_vec())).collect();
             prop_assert_eq!(read, values);

@@ -27,22 +27,54 @@ fn footprint() -> Footprint {
     Footprint { links: [name()].into(), networks, ..Footprint::default() }
 }
 
-/// The address of a node, and the first one of its subnet.
-fn addresses(node: u8) -> [Ipv4Addr; 2] {
-    [[192, 0, 2, node].into(), [10, 1, node, 0].into()]
+/// The address of a node on the uplink.
+fn uplink_address(node: u8) -> Ipv4Addr {
+    [192, 0, 2, node].into()
 }
 
-/// The objects of a node whose only peer is the other one.
+/// The first address of the subnet of a node.
+fn tunnel_address(node: u8) -> Ipv4Addr {
+    [10, 1, node, 0].into()
+}
+
+/// The objects of a node whose only peer is the other node.
 fn objects(node: u8, port: u16, one_port: bool) -> Vec<Object> {
-    let ([local, address], [gateway, peer]) = (addresses(node), addresses(3 - node));
+    let peer = 3 - node;
+    let local = uplink_address(node);
     let kind = Fou { local, lower: "up0".parse().ok(), port, one_port }.into();
-    let dst = Subnet::new(peer.into(), 24).unwrap();
-    let via = Via::Gateway { gateway: gateway.into(), link: name(), onlink: true };
+    let dst = Subnet::new(tunnel_address(peer).into(), 24).unwrap();
+    let gateway = uplink_address(peer).into();
+    let via = Via::Gateway { gateway, link: name(), onlink: true };
     vec![
         Link { name: name(), mtu: 1400, up: true, kind }.into(),
-        Addr { link: name(), address: address.into(), len: 32 }.into(),
+        Addr { link: name(), address: tunnel_address(node).into(), len: 32 }.into(),
         Route { dst, via, mtu: None }.into(),
     ]
+}
+
+/// Runs `work` on a thread in the network namespace `far`.
+fn in_far<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    let far = File::open("/run/netns/far").unwrap();
+    std::thread::scope(|scope| {
+        let inside = || {
+            setns(far.as_fd(), CloneFlags::CLONE_NEWNET).unwrap();
+            work()
+        };
+        scope.spawn(inside).join().unwrap()
+    })
+}
+
+fn apply(kernel: &NetlinkKernel, change: Change) -> Outcome {
+    kernel.apply(&footprint(), &[change]).remove(0)
+}
+
+fn delete(kernel: &NetlinkKernel, object: &Object) {
+    assert_eq!(apply(kernel, Change::Delete(object.clone())), Outcome::Done);
+}
+
+/// Puts an object, which must fail. Returns the text of the error.
+fn refusal(kernel: &NetlinkKernel, object: &Object) -> String {
+    apply(kernel, Change::Put(object.clone())).into_result().unwrap_err().to_string()
 }
 
 fn put(kernel: &NetlinkKernel, objects: &[Object]) {
@@ -68,21 +100,17 @@ fn datagrams_carry_packets_alone() {
             run("mkdir", "-p /run/netns");
             ip("netns add far");
             ip("link add up0 type veth peer name up0 netns far");
-            let [[here, from], [there, to]] = [1, 2].map(addresses);
+            let here = uplink_address(1);
+            let there = uplink_address(2);
+            let from = tunnel_address(1);
+            let to = tunnel_address(2);
             ip(&format!("addr add {here}/24 dev up0"));
             ip(&format!("-n far addr add {there}/24 dev up0"));
             ip("link set up0 up");
             ip("-n far link set up0 up");
 
             let near = NetlinkKernel::open().unwrap();
-            let far = File::open("/run/netns/far").unwrap();
-            let far = std::thread::scope(|scope| {
-                let inside = || {
-                    setns(far.as_fd(), CloneFlags::CLONE_NEWNET).unwrap();
-                    NetlinkKernel::open().unwrap()
-                };
-                scope.spawn(inside).join().unwrap()
-            });
+            let far = in_far(|| NetlinkKernel::open().unwrap());
             let ours = objects(1, 8285, false);
             let theirs = objects(2, 8285, true);
             let Object::Link(device) = &ours[0] else { unreachable!() };
@@ -96,29 +124,18 @@ fn datagrams_carry_packets_alone() {
             run("ping", &ping);
 
             // A socket instead of the far device sees the packet, and nothing before it.
-            let mut gone = theirs.clone();
-            gone.truncate(1);
-            let deletion = Change::Delete(gone.remove(0));
-            far.apply(&footprint(), &[deletion]).remove(0).into_result().unwrap();
+            delete(&far, &theirs[0]);
             assert_state(&far, &[]);
-            let netns = File::open("/run/netns/far").unwrap();
-            let inbox = std::thread::scope(|scope| {
-                let inside = || {
-                    setns(netns.as_fd(), CloneFlags::CLONE_NEWNET).unwrap();
-                    UdpSocket::bind((there, 8285)).expect("the port was closed")
-                };
-                scope.spawn(inside).join().unwrap()
-            });
+            let inbox = in_far(|| UdpSocket::bind((there, 8285)).expect("the port was closed"));
             let asks = UdpSocket::bind((from, 7000)).unwrap();
             asks.send_to(b"packet", (to, 9)).unwrap();
             let mut datagram = [0; 100];
             let (len, sender) = inbox.recv_from(&mut datagram).unwrap();
-            assert_eq!((sender.ip(), len, datagram[0]), (here.into(), 20 + 8 + 6, 0x45));
+            assert_eq!(sender.ip(), here);
+            assert_eq!(len, 20 + 8 + 6);
+            assert_eq!(datagram[0], 0x45);
             assert_eq!(&datagram[len - 6..len], b"packet");
-            let error = {
-                let changes = [Change::Put(theirs[0].clone())];
-                far.apply(&footprint(), &changes).remove(0).into_result().unwrap_err().to_string()
-            };
+            let error = refusal(&far, &theirs[0]);
             assert!(error.contains("UDP port 8285 is in use"), "{error}");
             drop(inbox);
             put(&far, &theirs);
@@ -138,8 +155,7 @@ fn datagrams_carry_packets_alone() {
             // The old port is closed also if a program has the new one.
             let taken = UdpSocket::bind((here, 9000)).unwrap();
             let moved = objects(1, 9000, false);
-            let outcome = near.apply(&footprint(), &[Change::Put(moved[0].clone())]).remove(0);
-            assert!(matches!(outcome, Outcome::Failed(_)), "{outcome:?}");
+            refusal(&near, &moved[0]);
             assert_eq!(ip("fou show"), "");
             drop(taken);
             put(&near, &ours);
@@ -173,22 +189,19 @@ fn datagrams_carry_packets_alone() {
                     }
                 }
             });
-            // A port that receives from one host is another one.
+            // A port that receives from one host is another port.
             ip(&format!("fou add port 8285 ipproto 4 local {here} peer {there} peer_port 8285"));
-            let error = near.apply(&footprint(), &[Change::Put(ours[0].clone())]).remove(0);
-            let error = error.into_result().unwrap_err().to_string();
+            let error = refusal(&near, &ours[0]);
             assert!(error.contains("ip fou show"), "{error}");
             ip(&format!("fou del port 8285 local {here} peer {there} peer_port 8285"));
             put(&near, &ours);
             assert_state(&near, &ours);
 
             // Another tunnel for the same packets is named.
-            let deletion = [Change::Delete(ours[0].clone())];
-            near.apply(&footprint(), &deletion).remove(0).into_result().unwrap();
+            delete(&near, &ours[0]);
             assert_eq!(ip("fou show"), "");
             ip(&format!("link add foreign0 type ipip local {here} dev up0"));
-            let error = near.apply(&footprint(), &[Change::Put(ours[0].clone())]).remove(0);
-            let error = error.into_result().unwrap_err().to_string();
+            let error = refusal(&near, &ours[0]);
             assert!(error.contains("foreign0"), "{error}");
             ip("link del foreign0");
 
@@ -203,8 +216,7 @@ fn datagrams_carry_packets_alone() {
 
             // The device that another program serves has the same name.
             let tun = Link { name: name(), mtu: 1400, up: true, kind: LinkKind::Tun(Tun) };
-            let waits = near.apply(&footprint(), &[Change::Put(tun.into())]).remove(0);
-            assert_eq!(waits, Outcome::Started);
+            assert_eq!(apply(&near, Change::Put(tun.into())), Outcome::Started);
             assert_state(&near, &[]);
             ip("tuntap add flannel0 mode tun multi_queue vnet_hdr");
             put(&near, &ours);
@@ -212,7 +224,8 @@ fn datagrams_carry_packets_alone() {
             run("ping", &ping);
             ip("netns del far");
 
-            // Somebody removes the module. All else is still read, and the device can go.
+            // Somebody removes the module. All other state is still read, and the device can be
+            // deleted.
             for port in ip("fou show").lines() {
                 let words: Vec<&str> = port.split_whitespace().collect();
                 ip(&format!("fou del {} {} local {here}", words[0], words[1]));
@@ -220,13 +233,14 @@ fn datagrams_carry_packets_alone() {
             delete_module(c"fou", DeleteModuleFlags::O_NONBLOCK).unwrap();
             let there = near.snapshot(&footprint()).unwrap();
             assert!(there.is_inexact(&ours[0].key()));
-            near.apply(&footprint(), &deletion).remove(0).into_result().unwrap();
+            delete(&near, &ours[0]);
             assert_state(&near, &[]);
         });
     });
 }
 
-/// Its root cannot open ports of the kernel, so that the process moves the packets.
+/// The root of a user namespace cannot open ports of the kernel. The process moves the packets
+/// then.
 #[test]
 fn a_user_namespace_has_no_ports() {
     const INSIDE: &str = "FLANNEL_TEST_INSIDE";

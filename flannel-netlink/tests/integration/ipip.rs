@@ -17,7 +17,7 @@ fn footprint() -> Footprint {
     Footprint { links: ["flannel.ipip".parse().unwrap()].into(), networks, ..Footprint::default() }
 }
 
-/// Its MTU is not the default of the kernel.
+/// Our device. Its MTU is not the default of the kernel.
 fn device(local: Ipv4Addr) -> Link {
     let kind = LinkKind::Ipip(Ipip { local });
     Link { name: "flannel.ipip".parse().unwrap(), mtu: 1400, up: true, kind }
@@ -48,8 +48,12 @@ fn devices_are_changed_in_place() {
             let kernel = NetlinkKernel::open().unwrap();
             kernel.may_change(&[device(FIRST)]).unwrap();
             assert!(!ip("link show").contains("tunl1"), "the check makes no device");
-            let (link, gateway) = (device(FIRST).name, SECOND.into());
-            let nexthop = Nexthop { id: 0x0f1a_0001, link, gateway, onlink: true };
+            let nexthop = Nexthop {
+                id: 0x0f1a_0001,
+                link: device(FIRST).name,
+                gateway: SECOND.into(),
+                onlink: true,
+            };
             let dst = "10.1.7.0/24".parse().unwrap();
             let route = Route { dst, via: Via::Nexthop(nexthop.id), mtu: None };
             let all = |local| [device(local).into(), Object::from(nexthop), Object::from(route)];
@@ -89,7 +93,7 @@ fn devices_are_changed_in_place() {
             let changes = [Change::Delete(device(SECOND).into())];
             kernel.apply(&footprint(), &changes).remove(0).into_result().unwrap();
             assert_state(&kernel, &[]);
-            // Only one device can have the address. Another one is not known to be ours.
+            // Only one device can have the address. A device with another name may be foreign.
             ip("link add balancer type ipip local 192.0.2.2");
             let changes = [Change::Put(device(SECOND).into())];
             let outcome = kernel.apply(&footprint(), &changes).remove(0);

@@ -1,4 +1,4 @@
-//! The tests of flannel-netlink, in one program: a program of its own for each file takes longer to
+//! The tests of flannel-netlink, in one program, because a program for each file takes longer to
 //! build.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]

@@ -97,7 +97,8 @@ fn each_instruction_is_read_as_it_was_written() {
             make(&mut socket, TABLE, &chain);
             assert_eq!(read(&mut socket, TABLE), Some(chain));
             let heads = ChainHead::all(&mut socket, TableFamily::Ip).unwrap();
-            assert_eq!((&*heads[0].name, &heads[0].base), ("first", &base(kind, hook, priority)));
+            assert_eq!(heads[0].name, "first");
+            assert_eq!(heads[0].base, base(kind, hook, priority));
             nft("flush chain ip test first");
             let mut removal = batch();
             TABLE.remove_chain(&mut removal, "first");
@@ -147,10 +148,8 @@ fn a_table_is_made_once_and_a_chain_keeps_its_rules() {
     in_netns(|| {
         let mut socket = NetfilterSocket::open().unwrap();
         assert_eq!(TABLE.head(&mut socket).unwrap(), None);
-        assert_eq!(
-            (TABLE.rules(&mut socket).unwrap(), TABLE.counted(&mut socket)),
-            (vec![], Ok(0))
-        );
+        assert_eq!(TABLE.rules(&mut socket), Ok(Vec::new()));
+        assert_eq!(TABLE.counted(&mut socket), Ok(0));
         assert_eq!(read(&mut socket, TABLE), None);
         let mut chain =
             Chain { base: base("filter", hook::INPUT, 0), rules: vec![vec![Expr::Counter]] };
@@ -159,7 +158,8 @@ fn a_table_is_made_once_and_a_chain_keeps_its_rules() {
         chain.rules.push(vec![Expr::Counter]);
         assert_eq!(read(&mut socket, TABLE), Some(chain));
         let head = TABLE.head(&mut socket).unwrap().unwrap();
-        assert_eq!((head.flags, head.uses), (0, 1));
+        assert_eq!(head.flags, 0);
+        assert_eq!(head.uses, 1);
         let mut new = batch();
         TABLE.make_new(&mut new, &"a comment that is cut, ".repeat(20));
         assert!(KernelError::from(socket.commit(new).unwrap_err()).is(EEXIST));
@@ -206,7 +206,8 @@ fn elements_need_as_many_transactions_as_the_kernel_takes() {
             batches.put(&set, &all);
             assert!(commit(&mut socket, batches) > 1);
             let head = set.head(&mut socket).unwrap().unwrap();
-            assert_eq!((head.flags, head.element_len), (set.flags(), set.element_len()));
+            assert_eq!(head.flags, set.flags());
+            assert_eq!(head.element_len, set.element_len());
             // The kernel may still resize the set.
             let are_there = || {
                 let mut found = set.elements(&mut socket).unwrap();
@@ -217,9 +218,9 @@ fn elements_need_as_many_transactions_as_the_kernel_takes() {
             eventually(PATIENCE, are_there, || name);
             // One by one, and an element that is missing, whose error the kernel sends back.
             let mut batches = Batches::default();
-            all[..300]
-                .iter()
-                .for_each(|element| batches.delete(&set, std::slice::from_ref(element)));
+            for element in &all[..300] {
+                batches.delete(&set, std::slice::from_ref(element));
+            }
             assert_eq!(commit(&mut socket, batches), 2);
             let mut batches = Batches::default();
             batches.delete(&set, &all[..1]);
@@ -247,7 +248,8 @@ fn a_read_that_another_program_disturbs_is_repeated() {
                 Err(KernelError::new(2))
             },
         );
-        assert_eq!((found, disturbances), (Ok(7), 0));
+        assert_eq!(found, Ok(7));
+        assert_eq!(disturbances, 0);
         let error = at_one_moment(
             &mut socket,
             |error| error,

@@ -12,7 +12,7 @@ fn the_kernel_passes_the_suite() {
     in_netns_async(suite);
 }
 
-/// Another version of Linux than that of most hosts.
+/// The guest has another version of Linux than most hosts.
 #[test]
 fn the_kernel_of_the_guest_passes_the_suite() {
     in_uml(&["ipv6", "veth", "vxlan"], || in_netns_async(suite));
@@ -24,8 +24,8 @@ pub(crate) async fn suite() {
     ip("addr add 192.0.2.1/24 dev up0");
     ip("addr add 2001:db8::1/64 dev up0 nodad");
     ip("link set up0 up");
-    let (kernel, other) =
-        (Arc::new(NetlinkKernel::open().unwrap()), NetlinkKernel::open().unwrap());
+    let kernel = Arc::new(NetlinkKernel::open().unwrap());
+    let other = NetlinkKernel::open().unwrap();
     let uplink = "up0".parse().unwrap();
     kernel_suite(&Fixture { kernel: &*kernel, other: &other, uplink }).await;
 }

@@ -14,10 +14,15 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns, in_netns_async, ip, run};
 use test_support::guest::in_qemu;
 
-/// Private keys, and their public ones.
-const KEYS: [(u8, &str); 2] = [
-    (0x11, "e06Qm75//kTEZaIgA31gjuNYl9Me+XLwf3SJLLD3PxM="),
-    (0x22, "D6poTtKIZ7l/Smot7l34zpdOdrcBjj8iocTPJnhXDyA="),
+/// A private key has 32 times the same byte, except for the bits that are fixed.
+struct KeyPair {
+    private: u8,
+    public: &'static str,
+}
+
+const KEYS: [KeyPair; 2] = [
+    KeyPair { private: 0x11, public: "e06Qm75//kTEZaIgA31gjuNYl9Me+XLwf3SJLLD3PxM=" },
+    KeyPair { private: 0x22, public: "D6poTtKIZ7l/Smot7l34zpdOdrcBjj8iocTPJnhXDyA=" },
 ];
 
 fn name() -> LinkName {
@@ -37,11 +42,11 @@ struct End {
 
 impl End {
     fn device(&self) -> Link {
-        // The kernel keeps only such keys (RFC 7748, section 5).
-        let mut key = [KEYS[self.n].0; 32];
-        (key[0], key[31]) = (key[0] & 248, key[31] & 127 | 64);
-        let key = Secret::new(key);
-        let kind = Wireguard { key, port: 51820 }.into();
+        let mut key = [KEYS[self.n].private; 32];
+        // The kernel fixes these bits of a key (RFC 7748, section 5).
+        key[0] &= 248;
+        key[31] = key[31] & 127 | 64;
+        let kind = Wireguard { key: Secret::new(key), port: 51820 }.into();
         Link { name: name(), mtu: 1400, up: true, kind }
     }
 
@@ -49,7 +54,7 @@ impl End {
         [10, 1, self.n as u8, 0].into()
     }
 
-    /// This end as a peer of the other one.
+    /// This end as a peer of the other end.
     fn peer(&self) -> Peer {
         let n = self.n;
         let endpoint: SocketAddr = format!("192.0.2.{n}:51820").parse().unwrap();
@@ -84,13 +89,15 @@ impl End {
         let want: State = objects.iter().cloned().collect();
         let text = |state: &State| state.iter().map(ToString::to_string).collect::<Vec<_>>();
         let is = self.state();
-        assert_eq!((text(&is), &is), (text(&want), &want));
+        // The texts show a difference better, but lack some attributes.
+        assert_eq!(text(&is), text(&want));
+        assert_eq!(is, want);
         assert!(is.iter().all(|object| !is.is_inexact(&object.key())), "{is:?}");
     }
 }
 
 fn public(n: usize) -> PublicKey {
-    KEYS[n].1.parse().unwrap()
+    KEYS[n].public.parse().unwrap()
 }
 
 /// Two ends, in this network namespace and in `far`.
@@ -123,20 +130,24 @@ fn packets_pass_and_changes_by_other_programs_are_undone() {
             near.kernel.may_change(&[near.device()]).unwrap();
             assert!(!ip("link show").contains("wireguard"), "the check makes no device");
             assert!(!ip("link show").contains("wg"), "the check makes no device");
-            let (objects, others) = (near.objects(far.peer()), far.objects(near.peer()));
+            let objects = near.objects(far.peer());
+            let others = far.objects(near.peer());
             near.put(&objects);
             far.put(&others);
             near.assert_state(&objects);
             far.assert_state(&others);
             ping();
             assert_eq!(wg("show flannel-wg public-key").trim(), public(0).to_string());
-            let endpoint = Some(far.peer().attributes.endpoint);
             let tunnel = near.kernel.tunnel(name()).unwrap();
-            assert_eq!((tunnel.key, tunnel.port, tunnel.sessions.len()), (public(0), 51820, 1));
+            assert_eq!(tunnel.key, public(0));
+            assert_eq!(tunnel.port, 51820);
+            assert_eq!(tunnel.sessions.len(), 1);
             let session = &tunnel.sessions[0];
             assert!(session.is_fresh() && session.received > 0 && session.sent > 0);
-            assert_eq!((session.allowed, session.put), (far.peer().attributes.allowed, endpoint));
-            assert_eq!((session.key, session.endpoint.unwrap().port()), (public(1), 51820));
+            assert_eq!(session.key, public(1));
+            assert_eq!(session.allowed, far.peer().attributes.allowed);
+            assert_eq!(session.put, Some(far.peer().attributes.endpoint));
+            assert_eq!(session.endpoint.unwrap().port(), 51820);
 
             fs::write("/run/psk", "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHv8=").unwrap();
             let key = public(1);
@@ -152,9 +163,10 @@ fn packets_pass_and_changes_by_other_programs_are_undone() {
             ] {
                 wg(&format!("set flannel-wg {foreign}"));
                 let state = near.state();
-                let changed =
-                    |o: &&Object| state.get(&o.key()) != Some(o) || state.is_inexact(&o.key());
-                assert_eq!(objects.iter().filter(changed).count(), 1, "{foreign}: {state:?}");
+                let mut changed = objects.clone();
+                changed
+                    .retain(|it| state.get(&it.key()) != Some(it) || state.is_inexact(&it.key()));
+                assert_eq!(changed.len(), 1, "{foreign}: {state:?}");
                 near.put(&objects);
                 near.assert_state(&objects);
                 ping();
@@ -166,7 +178,7 @@ fn packets_pass_and_changes_by_other_programs_are_undone() {
             near.assert_state(&near.objects(without));
             near.put(&objects);
 
-            // Subnets move to another peer. The old one has none until it is deleted.
+            // Subnets move to another peer. The old peer has no subnets until it is deleted.
             let moved = Peer { key: PublicKey([9; 32]), ..far.peer() };
             near.put(&[moved.clone().into()]);
             let is = near.state();
@@ -187,7 +199,7 @@ fn packets_pass_and_changes_by_other_programs_are_undone() {
     });
 }
 
-/// A NAT changes the port of a peer. The new one is in use while handshakes succeed, also after a
+/// A NAT changes the port of a peer. The new port is in use while handshakes succeed, also after a
 /// restart.
 #[test]
 fn a_peer_may_roam() {
@@ -202,7 +214,8 @@ fn a_peer_may_roam() {
             run("ip", "netns exec far ping -c 1 -W 5 -q 10.1.0.0");
             let session = || near.kernel.tunnel(name()).unwrap().sessions.remove(0);
             let endpoint = || session().endpoint.unwrap().port();
-            assert_eq!((endpoint(), session().put.unwrap().port()), (40000, 51820));
+            assert_eq!(endpoint(), 40000);
+            assert_eq!(session().put.unwrap().port(), 51820);
             near.assert_state(&objects);
             near.put(&objects);
             assert_eq!(endpoint(), 40000, "a put of the same endpoint");
@@ -237,8 +250,10 @@ fn changes_of_peers_are_found_by_reading() {
             wg(&format!("set flannel-wg peer {} persistent-keepalive 7", public(1)));
             wg(&format!("set flannel-wg peer {other}"));
             let events = peer_events(&mut *changes).await;
-            let present = |event: &KernelEvent| matches!(event, KernelEvent::Present(_));
-            assert_eq!((events.len(), events.iter().all(present)), (2, true), "{events:?}");
+            assert!(
+                matches!(events[..], [KernelEvent::Present(_), KernelEvent::Present(_)]),
+                "{events:?}"
+            );
 
             // A snapshot for another purpose hides no change.
             wg(&format!("set flannel-wg peer {} persistent-keepalive 9", public(1)));
@@ -260,7 +275,7 @@ fn changes_of_peers_are_found_by_reading() {
     });
 }
 
-/// The next events about peers. Others are those of the neighbours on the uplink.
+/// The next events about peers. Events about neighbours on the uplink are ignored.
 async fn peer_events(changes: &mut dyn Changes) -> Vec<KernelEvent> {
     loop {
         let Invalidation::Objects(mut events, _) = changes.next().await.unwrap() else { continue };

@@ -12,37 +12,42 @@ pub fn variable(flag: &str) -> String {
     format!("{PREFIX}{}", flag.to_uppercase().replace(['-', '.'], "_"))
 }
 
-/// A warning for each misspelt variable of one of the `flags`. `names` are those of the whole
-/// environment. A name that is like none of them is not reported: Kubernetes, for example, sets
-/// variables of the same prefix for a service `flanneld`.
+/// A warning for each misspelt variable of one of the `flags`. `names` are the names of all
+/// variables of the environment. A name that is unlike all flags is not reported: Kubernetes, for
+/// example, sets variables with the same prefix for a service `flanneld`.
 pub fn misspelt<'a>(
     names: impl IntoIterator<Item = OsString>,
     flags: impl IntoIterator<Item = &'a str>,
 ) -> Vec<String> {
     let known: Vec<String> = flags.into_iter().map(variable).collect();
-    let warning = |name: OsString| {
-        let name = name.to_str().filter(|name| known.iter().all(|known| known != name))?;
-        let own_parts = known.iter().filter_map(|known| known.strip_prefix(PREFIX));
-        let right = nearest(name.strip_prefix(PREFIX)?, own_parts)?;
-        // Not the value, which may be a password.
-        Some(format!(
-            "{name} in the environment has no effect, because no option has this variable; \
-             expected {PREFIX}{right}"
-        ))
-    };
-    names.into_iter().filter_map(warning).collect()
+    names.into_iter().filter_map(|name| warning(name.to_str()?, &known)).collect()
+}
+
+/// The warning for a variable, if it is not `known` and is like one that is.
+fn warning(name: &str, known: &[String]) -> Option<String> {
+    if known.iter().any(|known| known == name) {
+        return None;
+    }
+    let own_parts = known.iter().filter_map(|known| known.strip_prefix(PREFIX));
+    let right = nearest(name.strip_prefix(PREFIX)?, own_parts)?;
+    // Not the value, which may be a password.
+    Some(format!(
+        "{name} in the environment has no effect, because no option has this variable; expected \
+         {PREFIX}{right}"
+    ))
 }
 
 /// Appends the name of the variable to an error about an option whose value comes from the
 /// environment. `variables` are pairs of an option and its variable.
 pub fn name_variable(text: String, variables: &[(String, String)]) -> String {
-    let names = |flag: &str| {
-        [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")))
-    };
-    match variables.iter().find(|(flag, _)| names(flag)) {
-        Some((_, name)) => format!("{text}\n(the value comes from the environment: {name})\n"),
-        None => text,
+    for (flag, name) in variables {
+        let is_named =
+            [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")));
+        if is_named {
+            return format!("{text}\n(the value comes from the environment: {name})\n");
+        }
     }
+    text
 }
 
 #[cfg(test)]

@@ -51,7 +51,7 @@ impl EtcdFlags {
     /// Checks the values, without a connection.
     ///
     /// # Errors
-    /// The text names the wrong flag and the right form.
+    /// A value is wrong. The text names the flag and the right form.
     pub fn check(&self) -> Result<(), String> {
         self.options().check().map_err(|error| match error {
             EtcdOptionsError::Half { .. } => format!("--etcd-{error}"),

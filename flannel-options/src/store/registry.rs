@@ -55,17 +55,17 @@ pub async fn open_directory(
     location: &DirLocation,
     existed: bool,
 ) -> Result<Arc<dyn Registry>, Error> {
-    let (path, options) = (location.path.clone(), location.options);
+    let path = location.path.clone();
+    let options = location.options;
     let opened = if existed {
         DirRegistry::reopen(path, options).await
     } else {
         DirRegistry::open(path, options).await
     };
-    let failed = |source: flannel_core::Error| Error::Registry {
-        url: location.to_string(),
-        source: source.into(),
-    };
-    Ok(Arc::new(opened.map_err(failed)?))
+    match opened {
+        Ok(registry) => Ok(Arc::new(registry)),
+        Err(source) => Err(Error::Registry { url: location.to_string(), source: source.into() }),
+    }
 }
 
 /// Opens the registry in etcd. Connects later.
@@ -74,9 +74,8 @@ pub async fn open_directory(
 /// The options are wrong.
 #[cfg(feature = "etcd")]
 pub fn open_etcd(options: EtcdOptions) -> Result<Arc<dyn Registry>, Error> {
-    let failed = |source: flannel_core::Error| Error::Registry {
-        url: "etcd".to_owned(),
-        source: source.into(),
-    };
-    Ok(Arc::new(EtcdRegistry::new(options).map_err(failed)?))
+    match EtcdRegistry::new(options) {
+        Ok(registry) => Ok(Arc::new(registry)),
+        Err(source) => Err(Error::Registry { url: "etcd".to_owned(), source: source.into() }),
+    }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{
     Annex, Changes, Footprint, Invalidation, KernelError, KernelEvent, Outcome,
 };
@@ -210,7 +210,7 @@ impl Backend for Bookkeeper {
                 Ok(())
             });
             blueprint.footprint = footprint;
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }
@@ -238,7 +238,7 @@ impl World {
         let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
         let backend = Bookkeeper { ledger: ledger.clone() };
         let config = subnets.network_config().await.unwrap();
-        let joined = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
+        let joined = host.join(&backend, &config, JoinOptions::default()).await.unwrap().network;
         let network = joined.handle();
         let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(async move { drop(joined.run(views).await) });

@@ -9,9 +9,9 @@ use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
-use flannel_core::object::{Key, LinkName, Object, Route, State, Via};
+use flannel_core::object::{Key, LinkName, Object, Route, Via};
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{Lease, Subnet, SubnetManager, Subnets};
+use flannel_core::{Lease, Network, Subnet, SubnetManager, Subnets};
 use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
 
@@ -38,26 +38,20 @@ fn pair(n: u8) -> [Lease; 2] {
 
 /// A network of routes by gateways on the uplink.
 fn network(kernel: &FakeKernel) -> KernelNetwork {
-    let blueprint = Blueprint {
-        lease_type: None,
-        path: "",
-        handshakes: false,
-        mtu: 1500,
-        footprint: Footprint {
-            networks: vec![NETWORK.parse().unwrap()],
-            routes_on: [uplink()].into(),
-            ..Footprint::default()
-        },
-        base: State::default(),
-        plan: Box::new(|subnets, offer, _, out| {
-            for peer in offer.endpoints(subnets) {
-                let gateway = peer.public.expect("a public address");
-                let via = Via::Gateway { gateway, link: uplink(), onlink: true };
-                out.push(Route { dst: peer.subnet, via, mtu: None }.into());
-            }
-            Ok(())
-        }),
+    let footprint = Footprint {
+        networks: vec![NETWORK.parse().unwrap()],
+        routes_on: [uplink()].into(),
+        ..Footprint::default()
     };
+    let blueprint = Blueprint::new(1500, |subnets, offer, _, out| {
+        for peer in offer.endpoints(subnets) {
+            let gateway = peer.public.expect("a public address");
+            let via = Via::Gateway { gateway, link: uplink(), onlink: true };
+            out.push(Route { dst: peer.subnet, via, mtu: None }.into());
+        }
+        Ok(())
+    })
+    .with_footprint(footprint);
     let lease = NodeLease::Held(lease("10.255.0.0/24", [203, 0, 113, 1].into(), 1));
     let networks = [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect();
     KernelNetwork::new(Arc::new(kernel.clone()), lease, networks, vec![blueprint])
@@ -81,7 +75,7 @@ async fn start(kernel: &FakeKernel) -> (FakeSubnets, NetworkHandle, JoinHandle<(
     let views = subnets.watch_leases().await.unwrap();
     let network = network(kernel);
     let handle = network.handle();
-    let task = tokio::spawn(async move { drop(network.run(views).await) });
+    let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
     in_sync(&handle, 0).await;
     (subnets, handle, task)
 }

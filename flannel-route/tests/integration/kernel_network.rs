@@ -17,9 +17,9 @@ use flannel_core::object::{
 };
 use flannel_core::status::Damage;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
-use flannel_core::{Kernel, Subnet, SubnetManager};
-use flannel_route::KernelNetwork;
+use flannel_core::{Kernel, Network, Subnet, SubnetManager};
 use flannel_route::admission::PathMtus;
+use flannel_route::{EngineOptions, KernelNetwork};
 use libc::{EINTR, EINVAL};
 use tokio::sync::watch;
 
@@ -214,34 +214,29 @@ impl World {
         let lease = subnets.acquire_lease(&attrs).await.unwrap();
         let networks: Dual<Subnet> =
             subnets.network_config().await.unwrap().pod_networks().collect();
-        let blueprint = Blueprint {
-            lease_type: None,
-            path: "",
-            handshakes: false,
-            mtu: 1430,
-            footprint: Footprint {
-                links: Family::BOTH
-                    .map(tunnel)
-                    .into_iter()
-                    .chain(Family::BOTH.map(unwanted_link))
-                    .chain([ipip(), wireguard()])
-                    .collect(),
-                networks: networks.values().copied().collect(),
-                routes_on: [uplink()].into(),
-                blackholes: true,
-                ..Footprint::default()
-            },
-            base: base(1),
-            plan: Box::new(|subnets, offer, env, objects| {
-                for peer in offer.endpoints(subnets) {
-                    let (Some(public), Some(data)) = (peer.public, peer.data) else { continue };
-                    let mac = data.trim_matches('"').parse().unwrap();
-                    let direct = env.on_link(public) == Some(uplink());
-                    objects.extend(plan_peer(mac, peer.subnet, public, direct));
-                }
-                Ok(())
-            }),
+        let footprint = Footprint {
+            links: Family::BOTH
+                .map(tunnel)
+                .into_iter()
+                .chain(Family::BOTH.map(unwanted_link))
+                .chain([ipip(), wireguard()])
+                .collect(),
+            networks: networks.values().copied().collect(),
+            routes_on: [uplink()].into(),
+            blackholes: true,
+            ..Footprint::default()
         };
+        let blueprint = Blueprint::new(1430, |subnets, offer, env, objects| {
+            for peer in offer.endpoints(subnets) {
+                let (Some(public), Some(data)) = (peer.public, peer.data) else { continue };
+                let mac = data.trim_matches('"').parse().unwrap();
+                let direct = env.on_link(public) == Some(uplink());
+                objects.extend(plan_peer(mac, peer.subnet, public, direct));
+            }
+            Ok(())
+        })
+        .with_footprint(footprint)
+        .with_base(base(1));
         let (mtus, receiver) = watch::channel(PathMtus::default());
         let network = KernelNetwork::new(
             Arc::new(kernel.clone()),
@@ -249,11 +244,10 @@ impl World {
             networks,
             vec![blueprint],
         )
-        .with_resync(period)
-        .with_path_mtus(receiver);
+        .with_options(EngineOptions::default().with_resync(period).with_path_mtus(receiver));
         let handle = network.handle();
         let views = subnets.watch_leases().await.unwrap();
-        let task = tokio::spawn(async move { drop(network.run(views).await) });
+        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
         let (peers, foreign) = Default::default();
         Self { kernel, subnets, handle, task, mtus, peers, foreign }
     }

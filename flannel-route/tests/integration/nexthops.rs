@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::Footprint;
-use flannel_core::object::{Key, Link, MacAddr, Nexthop, Object, Route, State, Via, Vxlan};
+use flannel_core::object::{Key, Link, MacAddr, Nexthop, Object, Route, Via, Vxlan};
 use flannel_core::status::Status;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
-use flannel_core::{Kernel, SubnetManager};
+use flannel_core::{Kernel, Network, SubnetManager};
 use flannel_route::KernelNetwork;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -29,18 +29,13 @@ impl Run {
     async fn start(kernel: &FakeKernel, subnets: &FakeSubnets) -> Self {
         let eth0 = "eth0".parse().unwrap();
         let config = subnets.network_config().await.unwrap();
-        let blueprint = Blueprint {
-            lease_type: None,
-            path: "",
-            handshakes: false,
-            mtu: 1500,
-            footprint: Footprint {
-                networks: config.pod_networks().collect(),
-                routes_on: [eth0].into(),
-                ..Footprint::default()
-            },
-            base: State::default(),
-            plan: Box::new(move |subnets, offer, _env, objects: &mut Vec<Object>| {
+        let footprint = Footprint {
+            networks: config.pod_networks().collect(),
+            routes_on: [eth0].into(),
+            ..Footprint::default()
+        };
+        let blueprint =
+            Blueprint::new(1500, move |subnets, offer, _env, objects: &mut Vec<Object>| {
                 for peer in offer.endpoints(subnets) {
                     let Some(gateway) = peer.public else { continue };
                     let via = match gateway {
@@ -50,15 +45,15 @@ impl Run {
                     objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
                 }
                 Ok(())
-            }),
-        };
+            })
+            .with_footprint(footprint);
         let lease = subnets.acquire_lease(&Default::default()).await.unwrap();
         let networks = config.pod_networks().collect();
         let kernel = Arc::new(kernel.clone());
         let network = KernelNetwork::new(kernel, NodeLease::Held(lease), networks, vec![blueprint]);
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
-        let task = tokio::spawn(async move { drop(network.run(views).await) });
+        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
         let mut run = Self { task, status };
         run.settled().await;
         run

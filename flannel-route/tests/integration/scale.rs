@@ -18,8 +18,8 @@ use flannel_core::object::{
 };
 use flannel_core::status::{Damage, ObjectState, Rejection, Status, Wait, Waiting};
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
-use flannel_core::{Kernel, Lease, Subnet, Subnets};
-use flannel_route::KernelNetwork;
+use flannel_core::{Kernel, Lease, Network, Subnet, Subnets};
+use flannel_route::{EngineOptions, KernelNetwork};
 use tokio::task::JoinHandle;
 
 const NETWORK: &str = "10.0.0.0/8";
@@ -106,43 +106,38 @@ impl World {
         ];
         let plans = Arc::new(AtomicUsize::new(0));
         let counter = Arc::clone(&plans);
-        let blueprint = Blueprint {
-            lease_type: None,
-            path: "",
-            handshakes: false,
-            mtu: 1450,
-            footprint: Footprint {
-                links: [tunnel()].into(),
-                networks: vec![NETWORK.parse().unwrap()],
-                routes_on: [uplink()].into(),
-                blackholes: true,
-                ..Footprint::default()
-            },
-            base: base.into_iter().collect::<State>(),
-            plan: Box::new(move |subnets, offer, env, out| {
-                counter.fetch_add(1, Ordering::Relaxed);
-                for peer in offer.endpoints(subnets) {
-                    let public = peer.public.expect("a public address");
-                    let _ = env.on_link(public);
-                    let octets: Vec<u8> = match peer.subnet.base() {
-                        IpAddr::V4(base) => base.octets().into(),
-                        IpAddr::V6(_) => panic!("no such peer"),
-                    };
-                    out.extend(objects(u16::from_be_bytes([octets[1], octets[2]]), public));
-                }
-                Ok(())
-            }),
+        let footprint = Footprint {
+            links: [tunnel()].into(),
+            networks: vec![NETWORK.parse().unwrap()],
+            routes_on: [uplink()].into(),
+            blackholes: true,
+            ..Footprint::default()
         };
+        let blueprint = Blueprint::new(1450, move |subnets, offer, env, out| {
+            counter.fetch_add(1, Ordering::Relaxed);
+            for peer in offer.endpoints(subnets) {
+                let public = peer.public.expect("a public address");
+                let _ = env.on_link(public);
+                let octets: Vec<u8> = match peer.subnet.base() {
+                    IpAddr::V4(base) => base.octets().into(),
+                    IpAddr::V6(_) => panic!("no such peer"),
+                };
+                out.extend(objects(u16::from_be_bytes([octets[1], octets[2]]), public));
+            }
+            Ok(())
+        })
+        .with_footprint(footprint)
+        .with_base(base.into_iter().collect::<State>());
         let lease_of_this_node = NodeLease::Held(lease(0, [192, 0, 2, 1].into(), 1));
         let networks = [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect();
         let network = KernelNetwork::new(seen, lease_of_this_node, networks, vec![blueprint])
-            .with_process_names(Arc::new(kernel.clone()));
+            .with_options(EngineOptions::default().with_process_names(Arc::new(kernel.clone())));
         let handle = network.handle();
         let leases: LeaseSet = (1..=peers).map(|n| lease(n, public(n), 1)).collect();
         let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
         subnets.set_view(view.clone());
         let views = flannel_core::SubnetManager::watch_leases(&subnets).await.unwrap();
-        let task = tokio::spawn(async move { drop(network.run(views).await) });
+        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
         Self { kernel, subnets, view, handle, plans, task }
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::address::Dual;
-use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{Link, LinkKind, LinkName, Route, Tun, Via};
@@ -44,7 +44,7 @@ impl Backend for Tunnel {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        let offer = Offer { public: node.uplink.public, kind: "tunnel".into(), ..Offer::default() };
+        let offer = Offer { public: node.uplink.public, ..Offer::default() };
         let footprint = self.footprint(config, Some(node.uplink.name))?;
         let network = config.pod_networks().next().unwrap();
         Ok(Prepared::new(offer, move |_| {
@@ -53,7 +53,7 @@ impl Backend for Tunnel {
             blueprint.base.insert(device(1472, true));
             let via = Via::Link(device(0, true).name);
             blueprint.base.insert(Route { dst: network, via, mtu: None });
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }
@@ -66,7 +66,7 @@ async fn a_network_waits_for_a_device_that_another_program_makes() {
     let uplink = ExternalInterface { name, mtu: 1500, address, public: address, reason };
     let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
     let config = subnets.network_config().await.unwrap();
-    let network = host.join(&Tunnel, &config, JoinOptions::default()).await.unwrap();
+    let network = host.join(&Tunnel, &config, JoinOptions::default()).await.unwrap().network;
     let mut status = network.handle().status;
     let run = tokio::spawn(network.run(subnets.watch_leases().await.unwrap()));
 

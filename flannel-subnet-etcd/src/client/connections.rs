@@ -1,17 +1,17 @@
 //! One connection per endpoint, made when it is needed, and again when the TLS files change.
+//!
+//! No lock is held while a connection is made, so a connect that hangs delays only its own request.
 
-use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex as StdMutex};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
+use etcd_client::{Client, ConnectOptions};
 use flannel_core::runtime::lock;
-use flannel_core::{Credential, Error, Result};
-use tokio::sync::Mutex;
+use flannel_core::{Error, Result};
 
 use crate::client::failure::{Failure, Retry, says};
+use crate::client::tls::{FileVersion, TlsContent, TlsFiles};
 use crate::options::EtcdOptions;
 
 /// The silence after which the server is pinged. etcd closes connections that ping more often than
@@ -25,16 +25,24 @@ const REPLY: Duration = Duration::from_secs(4);
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(crate) client: Client,
-    files: Files,
+    /// The TLS options it was made with, or `None` if it does not use TLS.
+    tls: Option<Arc<TlsContent>>,
     /// The number of connections before it.
     number: usize,
     /// The last refusal of the server.
-    refusal: Arc<StdMutex<Option<Failure>>>,
+    refusal: Arc<Mutex<Option<Failure>>>,
 }
 
 impl Connection {
-    /// In TLS 1.3 the server may close the connection before its alert about our certificate is
-    /// read. Then its last refusal still holds.
+    fn is_made_with(&self, tls: Option<&Arc<TlsContent>>) -> bool {
+        match (&self.tls, tls) {
+            (Some(ours), Some(other)) => Arc::ptr_eq(ours, other),
+            (ours, other) => ours.is_none() && other.is_none(),
+        }
+    }
+
+    /// Explains the outcome of a request. In TLS 1.3 the server may close the connection before its
+    /// alert about our certificate is read. Then the last refusal of the server still holds.
     pub(crate) fn interpret<T>(&self, outcome: Result<T, Failure>) -> Result<T, Failure> {
         let mut refusal = lock(&self.refusal);
         match &outcome {
@@ -51,16 +59,29 @@ impl Connection {
     }
 }
 
-/// The TLS files as they were read: device, inode, size, time of modification.
-type Files = Vec<Option<(u64, u64, u64, i64, i64)>>;
+struct Endpoint {
+    url: String,
+    connection: Mutex<Option<Connection>>,
+}
 
+impl Endpoint {
+    fn is_tls(&self) -> bool {
+        self.url.starts_with("https://")
+    }
+}
+
+/// The connections to all endpoints.
 pub(crate) struct Connections {
     pub(crate) options: EtcdOptions,
-    endpoints: Vec<(String, Mutex<Option<Connection>>)>,
+    endpoints: Vec<Endpoint>,
+    /// The place of the endpoint in use.
     current: AtomicUsize,
+    /// The number of connections made so far.
     made: AtomicUsize,
-    /// The files whose error is in the log.
-    logged: StdMutex<Option<Files>>,
+    /// `None` if no endpoint uses TLS.
+    tls: Option<Arc<TlsFiles>>,
+    /// The versions of the files whose error is in the log.
+    logged: Mutex<Option<Vec<Option<FileVersion>>>>,
 }
 
 impl Connections {
@@ -69,18 +90,23 @@ impl Connections {
             |reason: String| Error::Refused { store: "etcd".into(), reason: reason.into() };
         let options = options.checked().map_err(|error| refused(error.to_string()))?;
         options.warn_of_plain();
-        if options.endpoints.iter().any(|endpoint| is_tls(endpoint)) {
-            tls(&options).map_err(refused)?;
-        }
-        let endpoints: Vec<_> =
-            options.endpoints.iter().map(|endpoint| (endpoint.clone(), Mutex::default())).collect();
-        let current = AtomicUsize::new(fastrand::usize(..endpoints.len()));
+        let endpoints: Vec<Endpoint> = options
+            .endpoints
+            .iter()
+            .map(|url| Endpoint { url: url.clone(), connection: Mutex::default() })
+            .collect();
+        let tls = if endpoints.iter().any(Endpoint::is_tls) {
+            Some(Arc::new(TlsFiles::open(&options).map_err(refused)?))
+        } else {
+            None
+        };
         Ok(Self {
             options,
+            current: AtomicUsize::new(fastrand::usize(..endpoints.len())),
             endpoints,
-            current,
             made: AtomicUsize::new(0),
-            logged: StdMutex::default(),
+            tls,
+            logged: Mutex::default(),
         })
     }
 
@@ -88,13 +114,13 @@ impl Connections {
         self.endpoints.len()
     }
 
-    /// The endpoint in use.
+    /// The place of the endpoint in use.
     pub(crate) fn current(&self) -> usize {
         self.current.load(Ordering::Relaxed)
     }
 
     pub(crate) fn name(&self, place: usize) -> &str {
-        &self.endpoints[place].0
+        &self.endpoints[place].url
     }
 
     /// Uses the endpoint after `place`, unless another request has changed it already.
@@ -105,49 +131,68 @@ impl Connections {
 
     /// The connection to an endpoint, made again if the TLS files have changed.
     pub(crate) async fn connect(&self, place: usize) -> Result<Connection, Failure> {
-        let (endpoint, slot) = &self.endpoints[place];
-        let mut slot = slot.lock().await;
-        let files = if is_tls(endpoint) { self.files() } else { Files::new() };
-        if let Some(connection) = slot.as_ref().filter(|connection| connection.files == files) {
-            return Ok(connection.clone());
-        }
-        let connected = self.make(endpoint).await;
-        if let (Err(failure), Some(old)) = (&connected, slot.as_ref())
-            && failure.retry == Retry::Never
+        let endpoint = &self.endpoints[place];
+        let tls = match &self.tls {
+            Some(files) if endpoint.is_tls() => Some(files.current().await),
+            _ => None,
+        };
+        let known = lock(&endpoint.connection).clone();
+        if let Some(known) = &known
+            && known.is_made_with(tls.as_ref())
         {
-            // Perhaps only one of the two files was replaced yet.
-            let mut logged = lock(&self.logged);
-            if logged.replace(files.clone()) != Some(files) {
-                tracing::warn!(
-                    %endpoint, reason = failure.text,
-                    "the changed TLS files are not used yet"
-                );
+            return Ok(known.clone());
+        }
+        let client = match (self.make(&endpoint.url, tls.as_deref()).await, known) {
+            (Ok(client), _) => client,
+            (Err(failure), Some(known)) if failure.retry == Retry::Never => {
+                // Perhaps only one of the two files was replaced yet.
+                self.log_unused_files(&endpoint.url, tls.as_deref(), &failure);
+                return Ok(known);
             }
-            return Ok(old.clone());
+            (Err(failure), _) => return Err(failure),
+        };
+        let mut connection = lock(&endpoint.connection);
+        // Another request may have made one meanwhile.
+        let other = connection.as_ref().filter(|now| now.is_made_with(tls.as_ref()));
+        if let Some(other) = other {
+            return Ok(other.clone());
         }
         let number = self.made.fetch_add(1, Ordering::Relaxed);
-        let connection = Connection { client: connected?, files, number, refusal: Arc::default() };
-        *slot = Some(connection.clone());
-        Ok(connection)
+        let made = Connection { client, tls, number, refusal: Arc::default() };
+        *connection = Some(made.clone());
+        Ok(made)
+    }
+
+    /// Logs once for each version of the files that they cannot be used.
+    fn log_unused_files(&self, endpoint: &str, tls: Option<&TlsContent>, failure: &Failure) {
+        let versions = tls.map(|tls| tls.versions.clone()).unwrap_or_default();
+        let mut logged = lock(&self.logged);
+        if logged.as_ref() != Some(&versions) {
+            *logged = Some(versions);
+            tracing::warn!(
+                %endpoint, reason = failure.text,
+                "the changed TLS files are not used yet"
+            );
+        }
     }
 
     /// Drops a broken connection, unless it was replaced already.
-    pub(crate) async fn forget(&self, place: usize, connection: &Connection) {
-        let mut slot = self.endpoints[place].1.lock().await;
-        if slot.as_ref().is_some_and(|now| now.number == connection.number) {
-            *slot = None;
+    pub(crate) fn forget(&self, place: usize, broken: &Connection) {
+        let mut connection = lock(&self.endpoints[place].connection);
+        if connection.as_ref().is_some_and(|now| now.number == broken.number) {
+            *connection = None;
         }
     }
 
-    async fn make(&self, endpoint: &str) -> Result<Client, Failure> {
+    async fn make(&self, endpoint: &str, tls: Option<&TlsContent>) -> Result<Client, Failure> {
         let mut options = ConnectOptions::new()
             .with_keep_alive(SILENCE, REPLY)
             .with_keep_alive_while_idle(false)
             .with_connect_timeout(self.options.request_timeout)
             .with_require_leader(true)
             .with_auto_token_refresh(true);
-        if is_tls(endpoint) {
-            options = options.with_tls(tls(&self.options).map_err(Failure::never)?);
+        if let Some(tls) = tls {
+            options = options.with_tls(tls.options.clone().map_err(Failure::never)?);
         }
         let with_user = match (&self.options.username, &self.options.password) {
             (Some(user), Some(password)) => options.clone().with_user(user, password),
@@ -161,52 +206,4 @@ impl Connections {
             connected => Ok(connected?),
         }
     }
-
-    fn files(&self) -> Files {
-        let EtcdOptions { ca, certificate, key, .. } = &self.options;
-        let files = [ca, certificate, key].into_iter().flatten().filter_map(Credential::file);
-        let state = |path| {
-            fs::metadata(path).ok().map(|m| (m.dev(), m.ino(), m.len(), m.mtime(), m.mtime_nsec()))
-        };
-        files.map(state).collect()
-    }
-}
-
-fn is_tls(endpoint: &str) -> bool {
-    endpoint.starts_with("https://")
-}
-
-/// The TLS options from the credentials. rustls supports TLS 1.2 and 1.3 only.
-fn tls(options: &EtcdOptions) -> Result<TlsOptions, String> {
-    let mut tls = match &options.ca {
-        Some(ca) => {
-            let pem = read(ca, "CERTIFICATE", "certificate")?;
-            TlsOptions::new().ca_certificate(Certificate::from_pem(pem))
-        }
-        None => TlsOptions::new().with_native_roots(),
-    };
-    if let (Some(certificate), Some(key)) = (&options.certificate, &options.key) {
-        let certificate = read(certificate, "CERTIFICATE", "certificate")?;
-        let key = read(key, "PRIVATE KEY", "key")?;
-        tls = tls.identity(Identity::from_pem(certificate, key));
-    }
-    Ok(tls)
-}
-
-/// A credential that has a PEM section with this label, which is a `kind`.
-fn read(credential: &Credential, label: &str, kind: &str) -> Result<Vec<u8>, String> {
-    let pem = credential.read().map_err(|error| format!("cannot read {credential}: {error}"))?;
-    if holds(&pem, label) {
-        return Ok(pem);
-    }
-    match credential {
-        Credential::File(path) => Err(format!("{} contains no PEM {kind}", path.display())),
-        Credential::Value(_) => Err(format!("a value contains no PEM {kind}")),
-    }
-}
-
-fn holds(pem: &[u8], what: &str) -> bool {
-    String::from_utf8_lossy(pem)
-        .lines()
-        .any(|line| line.starts_with("-----BEGIN") && line.contains(what))
 }

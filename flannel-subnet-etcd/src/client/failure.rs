@@ -53,7 +53,7 @@ impl Failure {
         Self { retry, text, cause }
     }
 
-    /// An existing connection was closed.
+    /// Whether an existing connection was closed.
     pub(crate) fn is_hanging_up(&self) -> bool {
         let signs = ["connection closed", "broken pipe", "reset"];
         self.retry == Retry::Later && signs.iter().any(|sign| self.text.contains(sign))
@@ -84,19 +84,20 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match &error {
             Error::GRpcStatus(status) => {
-                let (chain, last) = causes(status);
-                if let Some(text) = certificates(&chain) {
+                let Causes { chain, innermost } = causes(status);
+                if let Some(text) = certificate_failure(&chain) {
                     return Self::new(Retry::OtherEndpoint, text);
                 }
-                Self::new(retry(status.code(), status.message()), last)
+                Self::new(retry(status.code(), status.message()), innermost)
             }
             Error::TransportError(error) => {
                 // Nothing was sent, because the client refuses our certificate or its key.
-                let (chain, last) = causes(error);
-                let key = chain
-                    .contains("KeyMismatch")
-                    .then_some("the key does not belong to the certificate: ");
-                Self::never(format!("{}{last}", key.unwrap_or_default()))
+                let Causes { chain, innermost } = causes(error);
+                if chain.contains("KeyMismatch") {
+                    let text = format!("the key does not belong to the certificate: {innermost}");
+                    return Self::never(text);
+                }
+                Self::never(innermost)
             }
             Error::InvalidArgs(_) | Error::InvalidUri(_) => Self::never(error.to_string()),
             _ => Self::later(error.to_string()),
@@ -133,24 +134,32 @@ fn retry(code: Code, message: &str) -> Retry {
     }
 }
 
-/// All causes in one text, and the innermost one.
-fn causes(error: &(dyn std::error::Error + 'static)) -> (String, String) {
-    let status = error.downcast_ref::<tonic::Status>();
-    let mut last = status.map_or_else(|| error.to_string(), |status| status.message().to_owned());
-    let mut chain = last.clone();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        last = cause.to_string();
-        chain = format!("{chain}: {last}");
-        next = cause.source();
-    }
-    (chain, last)
+/// The causes of an error.
+struct Causes {
+    /// All causes, from the outermost to the innermost.
+    chain: String,
+    innermost: String,
 }
 
-/// A TLS error, with an explanation that names the refused certificate.
-fn certificates(chain: &str) -> Option<String> {
-    let after = |what: &str| chain.find(what).map(|at| &chain[at..]);
-    if let Some(text) = after("invalid peer certificate") {
+fn causes(error: &(dyn std::error::Error + 'static)) -> Causes {
+    let status = error.downcast_ref::<tonic::Status>();
+    let mut innermost =
+        status.map_or_else(|| error.to_string(), |status| status.message().to_owned());
+    let mut chain = innermost.clone();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        innermost = cause.to_string();
+        chain = format!("{chain}: {innermost}");
+        next = cause.source();
+    }
+    Causes { chain, innermost }
+}
+
+/// The text of a TLS error, with an explanation that names the refused certificate. `None` if the
+/// causes have no TLS error.
+fn certificate_failure(chain: &str) -> Option<String> {
+    let text_from = |begin: &str| chain.find(begin).map(|at| &chain[at..]);
+    if let Some(text) = text_from("invalid peer certificate") {
         let explanations = [
             (
                 "UnknownIssuer",
@@ -166,7 +175,7 @@ fn certificates(chain: &str) -> Option<String> {
         let found = explanations.iter().find(|(word, _)| text.contains(word)).map(|(_, why)| *why);
         return Some(format!("{}: {text}", found.unwrap_or("its certificate is not accepted")));
     }
-    if let Some(text) = after("received fatal alert") {
+    if let Some(text) = text_from("received fatal alert") {
         let explanation = if text.contains("xpired") {
             "it reports that our certificate has expired"
         } else if text.contains("ertificateRequired") {
@@ -176,11 +185,11 @@ fn certificates(chain: &str) -> Option<String> {
         };
         return Some(format!("{explanation}: {text}"));
     }
-    after("InvalidContentType")
+    text_from("InvalidContentType")
         .map(|text| format!("it does not use TLS; http:// may be the right scheme: {text}"))
 }
 
-/// etcd answered with an error that contains `text`.
+/// Whether etcd answered with an error that contains `text`.
 pub(crate) fn says(error: &Error, text: &str) -> bool {
     matches!(error, Error::GRpcStatus(status) if status.message().contains(text))
 }
@@ -214,7 +223,8 @@ mod tests {
             (Code::PermissionDenied, "etcdserver: permission denied", Retry::Never),
         ] {
             let failure = Failure::from(Error::GRpcStatus(tonic::Status::new(code, message)));
-            assert_eq!((failure.retry, failure.text.as_str()), (expected, message));
+            assert_eq!(failure.retry, expected, "{message}");
+            assert_eq!(failure.text, message);
         }
     }
 
@@ -232,10 +242,10 @@ mod tests {
             ("received fatal alert: BadCertificate", "does not accept our certificate"),
             ("received corrupt message of type InvalidContentType", "http://"),
         ] {
-            let text = certificates(chain).unwrap();
+            let text = certificate_failure(chain).unwrap();
             assert!(text.contains(says), "{text}");
         }
-        assert_eq!(certificates("tcp connect error: Connection refused"), None);
+        assert_eq!(certificate_failure("tcp connect error: Connection refused"), None);
     }
 
     #[test]

@@ -23,8 +23,7 @@ impl Store {
         })?;
         let seconds =
             i64::try_from(ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0)).unwrap_or(i64::MAX);
-        let is_known = *self.known() == Some(holder);
-        let mut renew = is_known;
+        let mut renew = *self.known_holder() == Some(holder);
         loop {
             let granted = if renew {
                 self.renew(key, holder).await?
@@ -42,16 +41,16 @@ impl Store {
                     ));
                 }
                 Some(_) => {
-                    *self.known() = Some(holder);
+                    *self.known_holder() = Some(holder);
                     return Ok(id);
                 }
-                // The grant found that it exists, or the renewal that it does not.
+                // The etcd lease to grant exists, or the one to renew does not.
                 None => renew = !renew,
             }
         }
     }
 
-    /// `None`: it exists.
+    /// Grants an etcd lease and returns its time to live, or `None` if it exists.
     async fn grant(&self, key: &str, id: i64, seconds: i64) -> Result<Option<Duration>> {
         let answer = self.attempts.ask(key, |connection| async move {
             let options = LeaseGrantOptions::new().with_id(id);
@@ -64,7 +63,7 @@ impl Store {
         Ok(answer.await?.value)
     }
 
-    /// `None`: it does not exist.
+    /// Renews an etcd lease and returns its time to live, or `None` if it does not exist.
     pub(crate) async fn renew(&self, key: &str, holder: HolderId) -> Result<Option<Duration>> {
         let Some(id) = lease_id(holder) else { return Ok(None) };
         let answer = self.attempts.ask(key, |connection| async move {
@@ -86,7 +85,7 @@ impl Store {
         Ok(answer.await?.value)
     }
 
-    /// The time that is left without a renewal. `None`: it does not exist.
+    /// The remaining time of an etcd lease without a renewal, or `None` if it does not exist.
     pub(crate) async fn remaining(&self, key: &str, holder: HolderId) -> Result<Option<Duration>> {
         let Some(id) = lease_id(holder) else { return Ok(None) };
         let answer = self.attempts.ask(key, |connection| async move {

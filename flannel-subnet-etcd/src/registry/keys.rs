@@ -48,7 +48,7 @@ impl Keys {
     }
 }
 
-/// A key without this prefix. One that is too long for a lease is cut and ends with `…`, because
+/// A key without this prefix. A key that is too long for a lease is cut and ends with `…`, because
 /// the names of skipped keys are kept, and a key may have a megabyte.
 pub(crate) fn name(prefix: &str, key: &[u8]) -> String {
     let key = key.strip_prefix(prefix.as_bytes()).unwrap_or(key);
@@ -87,16 +87,22 @@ fn subnets(name: &str) -> Result<Subnets, SkipReason> {
     name.parse().map_err(|error: ParseError| SkipReason::unreadable(&error))
 }
 
-/// The lease of a key (without the common prefix) and its value, or the reason why there is none.
+/// The lease of a key (without the common prefix) and its value, or why the key is skipped.
 pub(crate) fn read(key: &str, kv: &KeyValue) -> Result<Entry, SkipReason> {
     let subnets = subnets(key)?;
     TooLarge::check(kv.value().len())?;
-    let unreadable = || SkipReason::unreadable(&"the value is not UTF-8 text");
-    let value = kv.value_str().map_err(|_| unreadable())?;
+    let value =
+        kv.value_str().map_err(|_| SkipReason::unreadable(&"the value is not UTF-8 text"))?;
     let attrs = LeaseAttrs::from_json(value).map_err(|error| SkipReason::unreadable(&error))?;
-    let (since, revision) = (revision(kv.create_revision()), revision(kv.mod_revision()));
+    let lease = Lease {
+        subnets,
+        attrs,
+        expires: None,
+        since: revision(kv.create_revision()),
+        revision: revision(kv.mod_revision()),
+    };
     let holder = (kv.lease() != 0).then(|| HolderId(kv.lease().cast_unsigned()));
-    Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }.into(), holder })
+    Ok(Entry { lease: lease.into(), holder })
 }
 
 pub(crate) fn revision(revision: i64) -> Revision {

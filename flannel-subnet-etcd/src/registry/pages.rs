@@ -1,15 +1,15 @@
 //! The list of all leases: read in pages at one revision, with bounded memory.
 //!
 //! A party that may write below the prefix can store a gigabyte there. No answer is larger than
-//! [`LARGEST_ANSWER`], values that are too large are dropped page by page, and the leases of a
-//! listing have at most [`LARGEST_LISTING`] bytes in all.
+//! [`LARGEST_ANSWER`], values that are too large are dropped page by page, and the leases of a list
+//! have at most [`LARGEST_LIST`] bytes in all.
 
 use std::sync::atomic::Ordering;
 
 use etcd_client::{GetOptions, GetResponse, KeyValue};
 use flannel_core::Result;
 use flannel_core::lease::{Revision, TooLarge};
-use flannel_subnet::{Entry, Listing, MOST_SKIPPED, SkipReason, Skipped};
+use flannel_subnet::{Entry, LeaseList, MOST_SKIPPED, SkipReason, Skipped};
 use tonic::Code;
 
 use super::keys::{read, revision};
@@ -22,9 +22,9 @@ const FIRST_KEYS: usize = 64;
 pub(crate) const MOST_KEYS: usize = 8192;
 /// The factor by which the next page may have more keys, or fewer after one that was too large.
 const STEP: usize = 8;
-/// The largest sum of the values of all leases in a listing, in bytes. 100,000 leases of nodes have
+/// The largest sum of the values of all leases in a list, in bytes. 100,000 leases of nodes have
 /// about 40 MB.
-pub(crate) const LARGEST_LISTING: usize = 64 << 20;
+pub(crate) const LARGEST_LIST: usize = 64 << 20;
 /// How often a list begins again because its revision was compacted meanwhile.
 const RESTARTS: u32 = 3;
 
@@ -33,7 +33,7 @@ enum Page {
     Read(GetResponse),
     /// It is larger than [`LARGEST_ANSWER`].
     TooLarge,
-    /// etcd does not have the revision: it was compacted, or is one of a store that was replaced.
+    /// etcd does not have the revision. It was compacted, or the store was replaced.
     Forgotten,
 }
 
@@ -53,34 +53,36 @@ struct Part {
 }
 
 impl Store {
-    /// The listing of these keys, which are all below the prefix.
-    pub(crate) fn listing(&self, kvs: &[KeyValue], at: Revision) -> Listing {
+    /// The list of these keys, which are all below the prefix.
+    pub(crate) fn lease_list(&self, kvs: &[KeyValue], at: Revision) -> LeaseList {
         let mut leases = Leases::default();
         kvs.iter().for_each(|kv| leases.take(self.keys.name(kv.key()), kv));
-        leases.into_listing(at)
+        leases.into_list(at)
     }
 
-    /// The listing of all keys below the prefix.
-    pub(crate) async fn list(&self) -> Result<Listing> {
+    /// The list of all keys below the prefix.
+    pub(crate) async fn list(&self) -> Result<LeaseList> {
         for _ in 0..RESTARTS {
-            if let Some(listing) = self.list_at_one_revision().await? {
-                return Ok(listing);
+            if let Some(list) = self.list_at_one_revision().await? {
+                return Ok(list);
             }
         }
         Err(self.error(self.keys.leases(), "its revisions are compacted faster than it is listed"))
     }
 
-    /// `None`: etcd has forgotten the revision meanwhile.
-    async fn list_at_one_revision(&self) -> Result<Option<Listing>> {
+    /// The list of all keys, or `None` if etcd has forgotten the revision meanwhile.
+    async fn list_at_one_revision(&self) -> Result<Option<LeaseList>> {
         let mut leases = Leases::default();
         let mut next = self.keys.leases().as_bytes().to_vec();
         let mut at = 0;
         let mut limit = FIRST_KEYS;
         loop {
-            let part = self.part(&next, at, &mut limit).await?;
-            let Some(Part { mut page, content }) = part else { return Ok(None) };
+            let Some(Part { mut page, content }) = self.part(&next, at, &mut limit).await? else {
+                return Ok(None);
+            };
             if at == 0 {
-                // The headers of later pages have the present revision, not that of the list.
+                // The headers of later pages have the present revision, not the revision of the
+                // list.
                 at = page.header().map_or(0, etcd_client::ResponseHeader::revision);
             }
             let more = page.more();
@@ -104,13 +106,13 @@ impl Store {
             if !more {
                 let most = self.most_keys.load(Ordering::Relaxed);
                 self.most_keys.store((2 * most).min(MOST_KEYS), Ordering::Relaxed);
-                return Ok(Some(leases.into_listing(revision(at))));
+                return Ok(Some(leases.into_list(revision(at))));
             }
         }
     }
 
     /// The page from `first` on at the revision `at`, with at most `limit` keys. The limit falls
-    /// until the page is small enough. `None`: etcd has forgotten the revision.
+    /// until the page is small enough. Returns `None` if etcd has forgotten the revision.
     async fn part(&self, first: &[u8], at: i64, limit: &mut usize) -> Result<Option<Part>> {
         let mut content = Content::Whole;
         loop {
@@ -139,7 +141,7 @@ impl Store {
         }
     }
 
-    /// At most `limit` keys from `first` on, at the revision `at` (0: the present one).
+    /// At most `limit` keys from `first` on, at the revision `at`. 0 means the present revision.
     async fn page(&self, first: &[u8], at: i64, limit: usize, content: Content) -> Result<Page> {
         let mut options = GetOptions::new()
             .with_range(self.keys.end_of_leases())
@@ -163,8 +165,8 @@ impl Store {
     }
 }
 
-/// The begin of etcd's messages about a revision that it does not have. Its code is that of an
-/// answer that is too large.
+/// The begin of etcd's messages about a revision that it does not have. They have the same status
+/// code as an answer that is too large.
 const NO_REVISION: &str = "etcdserver: mvcc: required revision";
 
 fn is_out_of_range(error: &etcd_client::Error) -> bool {
@@ -199,7 +201,7 @@ struct Kept {
 
 impl Kept {
     /// The order in which leases are kept if there is no room for all. It depends on the content of
-    /// the store alone, so all nodes keep the same ones. A lease of a node has less than 1 KiB.
+    /// the store alone, so all nodes keep the same leases. A lease of a node has less than 1 KiB.
     fn rank(&self) -> (usize, Revision, String) {
         let (since, key) = self.entry.lease.precedence();
         (self.size.next_power_of_two().max(1024), since, key)
@@ -213,7 +215,7 @@ impl Leases {
                 let size = kv.value().len();
                 self.bytes += size;
                 self.kept.push(Kept { entry, size });
-                if self.bytes > 2 * LARGEST_LISTING {
+                if self.bytes > 2 * LARGEST_LIST {
                     self.make_room();
                 }
             }
@@ -229,28 +231,25 @@ impl Leases {
         self.skipped.push(Skipped { key, reason, revision });
     }
 
-    /// Keeps the first leases by rank, as many as [`LARGEST_LISTING`] allows.
+    /// Keeps the first leases by rank, as many as [`LARGEST_LIST`] allows.
     fn make_room(&mut self) {
         self.kept.sort_by_cached_key(Kept::rank);
         let mut bytes = 0;
-        let mut fits = |kept: &Kept| {
+        let end = self.kept.iter().position(|kept| {
             bytes += kept.size;
-            bytes <= LARGEST_LISTING
-        };
-        let end = self.kept.iter().position(|kept| !fits(kept));
+            bytes > LARGEST_LIST
+        });
         let dropped = self.kept.split_off(end.unwrap_or(self.kept.len()));
         self.bytes = self.kept.iter().map(|kept| kept.size).sum();
-        let reason = SkipReason::NoRoom { most: LARGEST_LISTING };
+        let reason = SkipReason::NoRoom { most: LARGEST_LIST };
         for Kept { entry, .. } in dropped {
             let lease = &entry.lease;
             self.skip(lease.subnets.to_string(), reason.clone(), lease.revision);
         }
     }
-}
 
-impl Leases {
-    fn into_listing(mut self, revision: Revision) -> Listing {
-        if self.bytes > LARGEST_LISTING {
+    fn into_list(mut self, revision: Revision) -> LeaseList {
+        if self.bytes > LARGEST_LIST {
             self.make_room();
         }
         if self.more > 0 {
@@ -259,7 +258,7 @@ impl Leases {
             self.skipped.push(Skipped { key, reason, revision: Revision::default() });
         }
         let entries = self.kept.into_iter().map(|kept| kept.entry).collect();
-        Listing { entries, skipped: self.skipped, revision }
+        LeaseList { entries, skipped: self.skipped, revision }
     }
 }
 
@@ -286,7 +285,7 @@ mod tests {
         for one in all {
             leases.bytes += one.size;
             leases.kept.push(one);
-            if leases.bytes > 2 * LARGEST_LISTING {
+            if leases.bytes > 2 * LARGEST_LIST {
                 leases.make_room();
             }
         }
@@ -302,13 +301,16 @@ mod tests {
         let of_nodes = (50_000..50_100).map(|n| kept(2 * n, u64::from(n), 400));
         let mut other_way = Leases::default();
         fill(&mut other_way, of_nodes.chain(large));
-        let [one, other] = [one_way, other_way].map(|leases| leases.into_listing(Revision(1)));
-        let names = |listing: &Listing| {
-            let names = listing.entries.iter().map(|entry| entry.lease.subnets.to_string());
-            names.collect::<std::collections::BTreeSet<_>>()
+        let one = one_way.into_list(Revision(1));
+        let other = other_way.into_list(Revision(1));
+        let names = |list: &LeaseList| {
+            list.entries
+                .iter()
+                .map(|entry| entry.lease.subnets.to_string())
+                .collect::<std::collections::BTreeSet<_>>()
         };
         assert_eq!(names(&one), names(&other), "the order of the pages does not matter");
-        assert_eq!(one.entries.len(), 100 + (LARGEST_LISTING - 100 * 400) / 16_384);
+        assert_eq!(one.entries.len(), 100 + (LARGEST_LIST - 100 * 400) / 16_384);
         assert!(one.entries.iter().all(
             |entry| entry.lease.since < Revision(4096) || entry.lease.since >= Revision(50_000)
         ));
@@ -322,8 +324,8 @@ mod tests {
             let reason = SkipReason::Unreadable("no lease".into());
             leases.skip("lock".into(), reason, Revision(1));
         }
-        let listing = leases.into_listing(Revision(1));
-        assert_eq!(listing.skipped.len(), MOST_SKIPPED + 1);
-        assert_eq!(listing.skipped[MOST_SKIPPED].key, "(3 more keys)");
+        let list = leases.into_list(Revision(1));
+        assert_eq!(list.skipped.len(), MOST_SKIPPED + 1);
+        assert_eq!(list.skipped[MOST_SKIPPED].key, "(3 more keys)");
     }
 }

@@ -1,4 +1,4 @@
-//! The state of a registry: its endpoints, its keys, and the etcd lease in use.
+//! What the clones of a registry share: the connections, the keys, and the etcd lease in use.
 
 use std::fmt;
 use std::sync::atomic::AtomicUsize;
@@ -19,12 +19,12 @@ use crate::registry::pages::MOST_KEYS;
 /// pages.
 pub(crate) const LARGEST_ANSWER: usize = 8 << 20;
 
-/// The state that clones of a registry share. `Display` is the name of the store.
+/// What the clones of a registry share. `Display` is the name of the store.
 pub(crate) struct Store {
     pub(crate) attempts: Attempts,
     pub(crate) keys: Keys,
     name: String,
-    known: Mutex<Option<HolderId>>,
+    known_holder: Mutex<Option<HolderId>>,
     /// The largest number of keys in a page of a list. It falls after a page that was too large,
     /// and rises with each complete list.
     pub(crate) most_keys: AtomicUsize,
@@ -41,12 +41,12 @@ impl Store {
             name += &format!(" (prefix {})", options.prefix);
         }
         let most_keys = AtomicUsize::new(MOST_KEYS);
-        Ok(Self { attempts, keys, name, known: Mutex::default(), most_keys })
+        Ok(Self { attempts, keys, name, known_holder: Mutex::default(), most_keys })
     }
 
     /// The holder whose etcd lease exists, so that it is renewed and not granted.
-    pub(crate) fn known(&self) -> MutexGuard<'_, Option<HolderId>> {
-        lock(&self.known)
+    pub(crate) fn known_holder(&self) -> MutexGuard<'_, Option<HolderId>> {
+        lock(&self.known_holder)
     }
 
     pub(crate) fn error(&self, key: &str, reason: impl Into<String>) -> Error {

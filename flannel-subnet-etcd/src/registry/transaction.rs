@@ -50,7 +50,7 @@ impl Store {
                     Err(error) if failure::says(&error, "requested lease not found") => {
                         return Ok(Outcome::NoLease);
                     }
-                    // Only the other keys can be as large.
+                    // Only the keys of `otherwise` can be as large.
                     Err(error) if is_too_large(&error) => {
                         let at = Revision::default();
                         return Ok(Outcome::Differs(Keys { kvs: Vec::new(), at, are_all: false }));
@@ -58,12 +58,14 @@ impl Store {
                     answer => answer?,
                 };
                 let at = revision(answer.header().map_or(0, ResponseHeader::revision));
-                let got = answer.op_responses().into_iter().find_map(|answer| match answer {
-                    TxnOpResponse::Get(got) => Some(got),
-                    _ => None,
-                });
-                let mut got =
-                    got.ok_or_else(|| Failure::later("the answer to a transaction lacks the key"))?;
+                let mut got = answer
+                    .op_responses()
+                    .into_iter()
+                    .find_map(|answer| match answer {
+                        TxnOpResponse::Get(got) => Some(got),
+                        _ => None,
+                    })
+                    .ok_or_else(|| Failure::later("the answer to a transaction lacks the key"))?;
                 let are_all = !got.more();
                 let mut kvs = got.take_kvs();
                 Ok(if answer.succeeded() {
@@ -102,20 +104,18 @@ impl Store {
                 Outcome::Done(kv) => kv,
                 Outcome::Differs(keys) => {
                     // An earlier attempt succeeded, and its answer was lost.
-                    let ours = |kv: &&KeyValue| {
+                    let is_ours = |kv: &&KeyValue| {
                         repeated
                             && kv.key() == key.as_bytes()
                             && kv.lease() == lease
                             && kv.value() == value.as_bytes()
                     };
-                    match keys.kvs.iter().find(ours).cloned() {
-                        None => return Ok(Err(keys)),
-                        kv => kv,
-                    }
+                    let Some(ours) = keys.kvs.iter().find(is_ours) else { return Ok(Err(keys)) };
+                    Some(ours.clone())
                 }
                 Outcome::NoLease => {
                     // The etcd lease expired between the two requests.
-                    *self.known() = None;
+                    *self.known_holder() = None;
                     continue;
                 }
             };
@@ -134,12 +134,12 @@ impl Store {
     }
 }
 
-/// The key does not exist.
+/// Compares that the key does not exist.
 pub(crate) fn absent(key: &str) -> Compare {
     Compare::version(key, CompareOp::Equal, 0)
 }
 
-/// The key is at exactly this revision.
+/// Compares that the key is at exactly this revision.
 pub(crate) fn at_revision(at: Revision) -> impl Fn(&str) -> Compare + Send + Sync {
     move |key| Compare::mod_revision(key, CompareOp::Equal, at.0.cast_signed())
 }

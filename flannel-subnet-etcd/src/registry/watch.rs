@@ -9,7 +9,7 @@ use flannel_subnet::{Batch, Event, MOST_SKIPPED, Now, Watch};
 use crate::client::attempts::Attempts;
 use crate::client::failure::Failure;
 use crate::registry::keys::{name, now, revision};
-use crate::registry::pages::LARGEST_LISTING;
+use crate::registry::pages::LARGEST_LIST;
 use crate::registry::store::LARGEST_ANSWER;
 
 /// A watch on one connection. It ends with the connection, and its user lists again.
@@ -18,15 +18,16 @@ pub(crate) struct EtcdWatch {
     /// The prefix of all keys.
     prefix: String,
     endpoint: String,
+    /// The revision up to which the changes were returned.
     after: Revision,
     /// etcd does not know all changes after `after`.
-    gap: bool,
+    has_missed_changes: bool,
     /// The values since the list.
     volume: Volume,
 }
 
-/// What a watch has received. Only a list bounds the memory for all leases and all skipped keys, so
-/// a watch ends when it has received as much as a list may have.
+/// How much a watch has received. Only a list bounds the memory for all leases and all skipped
+/// keys, so a watch ends when it has received as much as a list may have.
 #[derive(Debug, Default)]
 struct Volume {
     /// The sum of the values that may be leases, in bytes.
@@ -44,12 +45,12 @@ impl Volume {
 
     /// Adds the skipped keys of a batch.
     fn add_skipped(&mut self, batch: &Batch) {
-        let is_skipped = |event: &&Event| matches!(event.now, Now::Unreadable(_));
-        self.skipped += batch.events.iter().filter(is_skipped).count();
+        self.skipped +=
+            batch.events.iter().filter(|event| matches!(event.now, Now::Unreadable(_))).count();
     }
 
     fn is_full(&self) -> bool {
-        self.bytes > LARGEST_LISTING || self.skipped > MOST_SKIPPED
+        self.bytes > LARGEST_LIST || self.skipped > MOST_SKIPPED
     }
 }
 
@@ -68,14 +69,16 @@ impl EtcdWatch {
             .with_fragment()
             .with_progress_notify();
         let answer = attempts.ask(key, |connection| {
-            let (key, options) = (key.to_owned(), options.clone());
+            let key = key.to_owned();
+            let options = options.clone();
             async move {
-                let client = connection.client.watch_client();
-                let mut client = client.max_decoding_message_size(LARGEST_ANSWER);
+                let mut client =
+                    connection.client.watch_client().max_decoding_message_size(LARGEST_ANSWER);
                 let mut stream = client.watch(key, Some(options)).await?;
-                let created = stream.message().await?;
-                let created =
-                    created.ok_or_else(|| Failure::later("it ended the watch at once"))?;
+                let created = stream
+                    .message()
+                    .await?
+                    .ok_or_else(|| Failure::later("it ended the watch at once"))?;
                 if created.canceled() && created.compact_revision() == 0 {
                     return Err(canceled(&created));
                 }
@@ -83,15 +86,15 @@ impl EtcdWatch {
             }
         });
         let (stream, created) = answer.await?.value;
-        let known = created.header().map_or(0, etcd_client::ResponseHeader::revision);
-        // etcd was restored from a backup that is older than `after`.
-        let gap = created.canceled() || revision(known) < after;
+        let known = revision(created.header().map_or(0, etcd_client::ResponseHeader::revision));
         Ok(Self {
             stream,
             prefix: key.to_owned(),
             endpoint: attempts.endpoint(),
             after,
-            gap,
+            // The changes are compacted, or etcd was restored from a backup that is older than
+            // `after`.
+            has_missed_changes: created.canceled() || known < after,
             volume: Volume::default(),
         })
     }
@@ -103,30 +106,35 @@ impl EtcdWatch {
         }
     }
 
-    /// `None`: changes were missed.
+    /// The changes in an answer, or `None` if changes were missed.
     fn batch(&self, response: &WatchResponse) -> Option<Batch> {
         let known = revision(response.header().map_or(0, etcd_client::ResponseHeader::revision));
         if response.canceled() || known < self.after {
             return None;
         }
-        // While etcd catches up, the header may be ahead of the events. It counts without events.
+        // While etcd catches up, the header may be ahead of the events. So the revision in the
+        // header counts only if the answer has no events.
         let last = response
             .events()
             .iter()
             .filter_map(|event| event.kv())
             .map(|kv| kv.mod_revision())
             .max();
-        let events = response.events().iter().filter_map(|event| {
-            let kv = event.kv()?;
-            let key = name(&self.prefix, kv.key());
-            let kept = (event.event_type() == EventType::Put).then_some(kv);
-            Some(Event { now: now(&key, kept), key })
-        });
-        Some(Batch { events: events.collect(), revision: last.map_or(known, revision) })
+        let events = response
+            .events()
+            .iter()
+            .filter_map(|event| {
+                let kv = event.kv()?;
+                let key = name(&self.prefix, kv.key());
+                let kept = (event.event_type() == EventType::Put).then_some(kv);
+                Some(Event { now: now(&key, kept), key })
+            })
+            .collect();
+        Some(Batch { events, revision: last.map_or(known, revision) })
     }
 }
 
-/// etcd wraps the status of a refusal into the reason.
+/// Why etcd canceled a watch. etcd wraps the status of a refusal into the reason.
 fn canceled(response: &WatchResponse) -> Failure {
     let reason = response.cancel_reason();
     if reason.contains("permission denied") || reason.contains("user name is empty") {
@@ -141,7 +149,7 @@ fn canceled(response: &WatchResponse) -> Failure {
 #[async_trait]
 impl Watch for EtcdWatch {
     async fn next(&mut self) -> Result<Option<Batch>> {
-        if self.gap {
+        if self.has_missed_changes {
             return Ok(None);
         }
         let response = match self.stream.message().await {
@@ -150,12 +158,12 @@ impl Watch for EtcdWatch {
             Err(error) => return Err(self.error(Failure::from(error).text)),
         };
         self.volume.add(&response);
-        let batch = self.batch(&response).inspect(|batch| self.volume.add_skipped(batch));
-        let batch = batch.filter(|_| !self.volume.is_full());
-        match &batch {
-            Some(batch) => self.after = self.after.max(batch.revision),
-            None => self.gap = true,
+        let batch = self.batch(&response);
+        if let Some(batch) = &batch {
+            self.volume.add_skipped(batch);
+            self.after = self.after.max(batch.revision);
         }
-        Ok(batch)
+        self.has_missed_changes = batch.is_none() || self.volume.is_full();
+        Ok(batch.filter(|_| !self.has_missed_changes))
     }
 }

@@ -8,6 +8,12 @@ use rcgen::{
     KeyUsagePurpose, date_time_ymd,
 };
 
+/// The files of a certificate and its key.
+pub(crate) struct Certified {
+    pub(crate) certificate: PathBuf,
+    pub(crate) key: PathBuf,
+}
+
 /// A CA, with its certificate in a file.
 pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
@@ -39,12 +45,15 @@ impl Authority {
         (params.signed_by(&key, &self.issuer).unwrap().pem(), key.serialize_pem())
     }
 
-    /// The same, in files.
-    pub(crate) fn sign_into(&self, dir: &Path, name: &str, year: i32) -> (PathBuf, PathBuf) {
+    /// Writes a certificate for this machine and its key to files.
+    pub(crate) fn sign_into(&self, dir: &Path, name: &str, year: i32) -> Certified {
         let (certificate, key) = self.sign(name, year);
-        let paths = (dir.join(format!("{name}.pem")), dir.join(format!("{name}-key.pem")));
-        fs::write(&paths.0, certificate).unwrap();
-        fs::write(&paths.1, key).unwrap();
-        paths
+        let files = Certified {
+            certificate: dir.join(format!("{name}.pem")),
+            key: dir.join(format!("{name}-key.pem")),
+        };
+        fs::write(&files.certificate, certificate).unwrap();
+        fs::write(&files.key, key).unwrap();
+        files
     }
 }

@@ -39,14 +39,12 @@ async fn a_node_keeps_its_subnet_over_restarts() {
     let (etcd, registry) = with_config(V4).await;
     let first = acquire(&registry, 1, "192.0.2.1").await;
     let again = acquire(&registry, 1, "192.0.2.1").await;
-    assert_eq!(
-        (again.subnets, again.revision),
-        (first.subnets, first.revision),
-        "nothing was written"
-    );
+    assert_eq!(again.subnets, first.subnets, "nothing was written");
+    assert_eq!(again.revision, first.revision, "nothing was written");
     // Another address is written, under the same etcd lease.
     let moved = acquire(&registry, 1, "192.0.2.9").await;
-    assert_eq!((moved.subnets, moved.since), (first.subnets, first.since));
+    assert_eq!(moved.subnets, first.subnets);
+    assert_eq!(moved.since, first.since);
     assert_eq!(count(&registry).await, 1);
     assert_eq!(etcd.client().await.leases().await.unwrap().leases().len(), 1);
 }
@@ -63,7 +61,8 @@ async fn a_key_with_our_address_is_taken_over() {
 #[tokio::test]
 async fn of_two_daemons_with_one_address_the_first_ends_and_names_the_second() {
     let (_etcd, registry) = with_config(V4).await;
-    let (first, second) = (node(&registry, 1), node(&registry, 2));
+    let first = node(&registry, 1);
+    let second = node(&registry, 2);
     let (lease, held) = hold(&first, &US).await;
     let (taken, stays) = hold(&second, &US).await;
     assert_eq!(taken.subnets, lease.subnets);
@@ -109,9 +108,11 @@ async fn a_reservation_stays_a_reservation() {
     changed.preferred.data.v4 = Some(r#"{"VNI":1}"#.into());
     let manager = node(&registry, 1);
     let lease = manager.acquire_lease(&changed).await.unwrap();
-    assert_eq!((lease.subnets, lease.expires), (key("10.1.7.0-24"), None));
+    assert_eq!(lease.subnets, key("10.1.7.0-24"));
+    assert_eq!(lease.expires, None);
     let entry = registry.entry(&lease.subnets).await.unwrap().unwrap();
-    assert_eq!((entry.holder, entry.lease.attrs.clone()), (None, changed));
+    assert_eq!(entry.holder, None);
+    assert_eq!(entry.lease.attrs, changed);
 }
 
 #[tokio::test]
@@ -170,10 +171,9 @@ async fn only_leases_are_written() {
     within(10, "three events", async {
         while seen.len() < 3 {
             let message = events.message().await.unwrap().unwrap();
-            let event = |event: &etcd_client::Event| {
+            seen.extend(message.events().iter().map(|event| {
                 (event.event_type(), event.kv().unwrap().key_str().unwrap().to_owned())
-            };
-            seen.extend(message.events().iter().map(event));
+            }));
         }
     })
     .await;

@@ -108,7 +108,8 @@ async fn hold(
     let lease = within(30, "a lease", manager.acquire_lease(&attrs(addresses))).await.unwrap();
     let mut views = manager.watch_leases().await.unwrap();
     let task = tokio::spawn({
-        let (manager, lease) = (Arc::clone(manager), lease.clone());
+        let manager = Arc::clone(manager);
+        let lease = lease.clone();
         async move { manager.hold_lease(&lease).await.unwrap() }
     });
     let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));

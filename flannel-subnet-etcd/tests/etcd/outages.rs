@@ -31,7 +31,8 @@ async fn each_unreachable_endpoint_is_named() {
     let begin = Instant::now();
     let error = EtcdRegistry::new(options).unwrap().list().await.unwrap_err();
     assert!(matches!(error, Error::Store { .. }), "a later attempt may succeed: {error}");
-    let (elapsed, default) = (begin.elapsed(), EtcdOptions::default().patience);
+    let elapsed = begin.elapsed();
+    let default = EtcdOptions::default().patience;
     assert!(elapsed >= Duration::from_secs(1) && elapsed < default, "{elapsed:?}");
     for says in [&endpoints[0], &endpoints[1], "/coreos.com/network/subnets", "refused"] {
         assert!(error.to_string().contains(says), "{says}: {error}");
@@ -111,8 +112,10 @@ async fn requests_succeed_despite_a_dead_endpoint() {
 async fn a_repeated_request_distinguishes_other_writers() {
     let etcd = Etcd::start().await;
     let other = registry(&etcd.endpoints());
-    let (held, reserved) = (key("10.1.5.0-24"), key("10.1.6.0-24"));
-    let (one, two) = (attrs(&["192.0.2.1"]), attrs(&["192.0.2.2"]));
+    let held = key("10.1.5.0-24");
+    let reserved = key("10.1.6.0-24");
+    let one = attrs(&["192.0.2.1"]);
+    let two = attrs(&["192.0.2.2"]);
     let entry = other.create(&held, &one, grant(1)).await.unwrap();
     other.create(&reserved, &one, None).await.unwrap();
     let stale = entry.lease.revision;
@@ -146,8 +149,10 @@ async fn a_write_whose_answer_was_lost_is_recognized() {
         ..options(std::slice::from_ref(&proxy.endpoint))
     };
     let registry = EtcdRegistry::new(patient).unwrap();
-    let (subnets, other) = (key("10.1.5.0-24"), key("10.1.6.0-24"));
-    let (one, two) = (attrs(&["192.0.2.1"]), attrs(&["192.0.2.2"]));
+    let subnets = key("10.1.5.0-24");
+    let other = key("10.1.6.0-24");
+    let one = attrs(&["192.0.2.1"]);
+    let two = attrs(&["192.0.2.2"]);
     registry.list().await.unwrap();
 
     proxy.mute();
@@ -195,7 +200,8 @@ async fn a_write_whose_answer_was_lost_is_recognized() {
 
 #[tokio::test]
 async fn a_silent_endpoint_costs_one_time_limit() {
-    let (silent, good) = (Etcd::start().await, Etcd::start().await);
+    let silent = Etcd::start().await;
+    let good = Etcd::start().await;
     let endpoints = [silent.endpoint.clone(), good.endpoint.clone()];
     let request_timeout = Duration::from_secs(8);
     let registry =
@@ -272,7 +278,7 @@ async fn requests_succeed_after_a_frozen_etcd_resumes() {
     let first = registry.entry(&key("10.1.5.0-24")).await.unwrap().unwrap();
     etcd.pause();
     let mut requests = tokio::task::JoinSet::new();
-    // Another subnet than that of the node.
+    // Other subnets than the subnet of the node.
     let others: Vec<u8> =
         (20..).filter(|n| key(&format!("10.1.{n}.0-24")) != lease.subnets).take(4).collect();
     for n in others.iter().copied() {
@@ -281,7 +287,8 @@ async fn requests_succeed_after_a_frozen_etcd_resumes() {
         requests.spawn(async move { create(&registry, n).await });
     }
     requests.spawn({
-        let (registry, at) = (registry.clone(), first.lease.revision);
+        let registry = registry.clone();
+        let at = first.lease.revision;
         async move {
             let changed = attrs(&["192.0.2.55"]);
             registry.update(&key("10.1.5.0-24"), at, &changed, grant(5)).await.unwrap();
@@ -317,7 +324,8 @@ async fn a_dead_connection_is_noticed_within_10_seconds() {
     let (cut, is_cut) = tokio::sync::watch::channel(0u32);
     tokio::spawn(async move {
         while let Ok((mut near, _)) = listener.accept().await {
-            let (to, mut is_cut) = (to.clone(), is_cut.clone());
+            let to = to.clone();
+            let mut is_cut = is_cut.clone();
             let born = *is_cut.borrow_and_update();
             tokio::spawn(async move {
                 let mut far = TcpStream::connect(to).await.unwrap();
@@ -413,7 +421,8 @@ async fn a_killed_leader_delays_requests_but_fails_none() {
     let stop = Arc::new(AtomicBool::new(false));
     let mut tasks = tokio::task::JoinSet::new();
     for (n, registry) in registries.iter().enumerate() {
-        let (registry, stop) = (registry.clone(), Arc::clone(&stop));
+        let registry = registry.clone();
+        let stop = Arc::clone(&stop);
         tasks.spawn(async move {
             let mut done = Vec::new();
             for round in 0.. {

@@ -1,7 +1,8 @@
 //! Certificates and users of both sides, and their errors.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use etcd_client::{Permission, PermissionType};
@@ -9,19 +10,25 @@ use flannel_core::lease::Revision;
 use flannel_core::{Credential, Error};
 use flannel_subnet::{HolderId, Registry};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
+use nix::fcntl::OFlag;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
+use tokio::io::copy_bidirectional;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
 
-use super::certificates::Authority;
+use super::certificates::{Authority, Certified};
 use super::server::Etcd;
 use super::{DAY, attrs, grant, key, options, until, within};
 
 /// A member with a certificate, which is ready when a registry reaches it.
-fn tls_member(certificate: &(PathBuf, PathBuf), clients: Option<&Authority>) -> Etcd {
+fn tls_member(certified: &Certified, clients: Option<&Authority>) -> Etcd {
     let file = |path: &Path| path.to_str().unwrap().to_owned();
     let mut args = vec![
         "--cert-file".to_owned(),
-        file(&certificate.0),
+        file(&certified.certificate),
         "--key-file".to_owned(),
-        file(&certificate.1),
+        file(&certified.key),
     ];
     if let Some(authority) = clients {
         args.extend([
@@ -37,10 +44,10 @@ fn trusting(etcd: &Etcd, cafile: &Path) -> EtcdOptions {
     EtcdOptions { ca: Some(cafile.to_owned().into()), ..options(&etcd.endpoints()) }
 }
 
-fn with_certificate(options: EtcdOptions, (certificate, key): &(PathBuf, PathBuf)) -> EtcdOptions {
+fn with_certificate(options: EtcdOptions, certified: &Certified) -> EtcdOptions {
     EtcdOptions {
-        certificate: Some(certificate.clone().into()),
-        key: Some(key.clone().into()),
+        certificate: Some(certified.certificate.clone().into()),
+        key: Some(certified.key.clone().into()),
         ..options
     }
 }
@@ -61,7 +68,8 @@ async fn refused(options: EtcdOptions, says: &[&str]) {
 #[tokio::test]
 async fn a_ca_file_alone_enables_tls() {
     let dir = tempfile::tempdir().unwrap();
-    let (ours, theirs) = (Authority::new(dir.path(), "ours"), Authority::new(dir.path(), "theirs"));
+    let ours = Authority::new(dir.path(), "ours");
+    let theirs = Authority::new(dir.path(), "theirs");
     let etcd = tls_member(&ours.sign_into(dir.path(), "server", 2090), None);
     let registry = EtcdRegistry::new(trusting(&etcd, &ours.file)).unwrap();
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
@@ -103,8 +111,8 @@ async fn a_member_that_requires_certificates_accepts_only_valid_ones() {
 #[tokio::test]
 async fn changed_files_are_read_again_without_a_restart() {
     let dir = tempfile::tempdir().unwrap();
-    let (first, second) =
-        (Authority::new(dir.path(), "first"), Authority::new(dir.path(), "second"));
+    let first = Authority::new(dir.path(), "first");
+    let second = Authority::new(dir.path(), "second");
     let server = first.sign_into(dir.path(), "server", 2090);
     let both = Authority::new(dir.path(), "both");
     let bundle = [&first.file, &second.file].map(|file| fs::read_to_string(file).unwrap()).concat();
@@ -120,10 +128,10 @@ async fn changed_files_are_read_again_without_a_restart() {
     registry.list().await.unwrap();
 
     // Only one of the two files is new.
-    let (certificate, private) = second.sign("client", 2090);
-    fs::write(&client.0, certificate).unwrap();
+    let (certificate, key) = second.sign("client", 2090);
+    fs::write(&client.certificate, certificate).unwrap();
     registry.list().await.unwrap();
-    fs::write(&client.1, private).unwrap();
+    fs::write(&client.key, key).unwrap();
     registry.list().await.unwrap();
 
     // The server's certificate changes too.
@@ -134,6 +142,42 @@ async fn changed_files_are_read_again_without_a_restart() {
     assert!(error.to_string().contains("a CA that this node does not trust"), "{error}");
     fs::copy(&second.file, &cafile).unwrap();
     registry.list().await.unwrap();
+}
+
+/// A named pipe stands for a file system that does not answer: opening it waits for a writer.
+#[tokio::test]
+async fn a_request_does_not_wait_for_files_that_cannot_be_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = Authority::new(dir.path(), "ca");
+    let etcd = tls_member(&authority.sign_into(dir.path(), "server", 2090), Some(&authority));
+    let client = authority.sign_into(dir.path(), "client", 2090);
+    let options = with_certificate(trusting(&etcd, &authority.file), &client);
+    let registry = EtcdRegistry::new(options).unwrap();
+    within(30, "an answer", registry.list()).await.unwrap();
+    fs::remove_file(&client.key).unwrap();
+    mkfifo(&client.key, Mode::S_IRWXU).unwrap();
+    // If a request blocks the only thread of the runtime, this ends it after a time.
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let pipe = client.key.clone();
+    let writer = std::thread::spawn(move || {
+        let _ = released.recv_timeout(Duration::from_secs(30));
+        let flags = OFlag::O_NONBLOCK.bits();
+        drop(fs::OpenOptions::new().write(true).custom_flags(flags).open(pipe));
+    });
+    let begin = Instant::now();
+    let (one, other) = tokio::join!(registry.list(), registry.config());
+    assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+    assert_eq!(one.unwrap().entries, []);
+    assert!(matches!(other, Err(Error::NoConfig { .. })), "{other:?}");
+    release.send(()).unwrap();
+    writer.join().unwrap();
+
+    // The files are read again.
+    fs::remove_file(&client.key).unwrap();
+    authority.sign_into(dir.path(), "client", 2020);
+    until(20, "the expired certificate is used", || async { registry.list().await.is_err() }).await;
+    authority.sign_into(dir.path(), "client", 2090);
+    until(20, "the valid certificate is used", || async { registry.list().await.is_ok() }).await;
 }
 
 #[tokio::test]
@@ -168,7 +212,8 @@ async fn missing_and_empty_files_are_reported_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let authority = Authority::new(dir.path(), "ca");
     let good = authority.sign_into(dir.path(), "good", 2090);
-    let (missing, empty) = (dir.path().join("missing"), dir.path().join("empty"));
+    let missing = dir.path().join("missing");
+    let empty = dir.path().join("empty");
     fs::write(&empty, "").unwrap();
     let base = || EtcdOptions {
         endpoints: vec!["https://127.0.0.1:2379".into()],
@@ -178,8 +223,11 @@ async fn missing_and_empty_files_are_reported_at_once() {
         let name = bad.to_str().unwrap();
         for options in [
             EtcdOptions { ca: Some(bad.clone().into()), ..base() },
-            with_certificate(base(), &(bad.clone(), good.1.clone())),
-            with_certificate(base(), &(good.0.clone(), bad.clone())),
+            EtcdOptions {
+                certificate: Some(bad.clone().into()),
+                ..with_certificate(base(), &good)
+            },
+            EtcdOptions { key: Some(bad.clone().into()), ..with_certificate(base(), &good) },
         ] {
             let error = EtcdRegistry::new(options).unwrap_err();
             assert!(
@@ -260,6 +308,39 @@ async fn users_need_their_password_and_their_permissions() {
     }
 }
 
+/// The first connection hangs, as through a firewall that drops its packets. A connect with a user
+/// sends a request.
+#[tokio::test]
+async fn a_connect_that_hangs_delays_no_other_request() {
+    let etcd = member_with_users().await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let to = etcd.endpoint.trim_start_matches("http://").to_owned();
+    let (accept, accepted) = oneshot::channel();
+    tokio::spawn(async move {
+        let _hanging = listener.accept().await.unwrap();
+        accept.send(()).unwrap();
+        while let Ok((mut near, _)) = listener.accept().await {
+            let mut far = TcpStream::connect(&to).await.unwrap();
+            tokio::spawn(async move { copy_bidirectional(&mut near, &mut far).await });
+        }
+    });
+    let registry = EtcdRegistry::new(EtcdOptions {
+        endpoints: vec![endpoint],
+        request_timeout: Duration::from_secs(60),
+        ..user(&etcd, "flannel", "right")
+    })
+    .unwrap();
+    let hanging = tokio::spawn({
+        let registry = registry.clone();
+        async move { registry.list().await }
+    });
+    within(20, "the first connection", accepted).await.unwrap();
+    within(20, "an answer", registry.list()).await.unwrap();
+    assert!(!hanging.is_finished());
+    hanging.abort();
+}
+
 #[tokio::test]
 async fn expired_tokens_are_replaced() {
     let mut etcd = member_with_users().await;
@@ -290,7 +371,8 @@ async fn expired_tokens_are_replaced() {
         etcd.client_as(Some(("root", "rootpass"))).await.role_add("another").await.is_ok()
     };
     until(60, "another role", another).await;
-    let (subnets, at) = (key("10.1.5.0-24"), created.lease.revision);
+    let subnets = key("10.1.5.0-24");
+    let at = created.lease.revision;
     registry.update(&subnets, at, &attrs(&["192.0.2.6"]), grant(5)).await.unwrap();
 }
 

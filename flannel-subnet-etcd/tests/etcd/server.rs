@@ -64,9 +64,10 @@ impl Etcd {
         Self::spawn_on("127.0.0.1", scheme, more)
     }
 
-    /// The same for clients at this address of the calling thread's network namespace.
+    /// A single member for clients at this address of the calling thread's network namespace.
     pub(crate) fn spawn_on(address: &str, scheme: &str, more: &[String]) -> Self {
-        let (client, peer) = (free_port(), free_port());
+        let client = free_port();
+        let peer = free_port();
         let peers = format!("m0=http://127.0.0.1:{peer}");
         Self::member("m0", &format!("{scheme}://{address}:{client}"), peer, &peers, more)
     }
@@ -76,25 +77,20 @@ impl Etcd {
         Self::cluster_on("127.0.0.1").await
     }
 
-    /// The same for clients at this address of the calling thread's network namespace.
+    /// A cluster of three members that answers, for clients at this address of the calling thread's
+    /// network namespace.
     pub(crate) async fn cluster_on(address: &str) -> Vec<Self> {
-        let ports: Vec<_> = (0..3).map(|_| (free_port(), free_port())).collect();
-        let peers: Vec<_> = ports
+        let peers = [free_port(), free_port(), free_port()];
+        let all: Vec<_> = peers
             .iter()
             .enumerate()
-            .map(|(n, (_, peer))| format!("m{n}=http://127.0.0.1:{peer}"))
+            .map(|(n, peer)| format!("m{n}=http://127.0.0.1:{peer}"))
             .collect();
-        let peers = peers.join(",");
-        let member = |(n, (client, peer)): (usize, &(u16, u16))| {
-            Self::member(
-                &format!("m{n}"),
-                &format!("http://{address}:{client}"),
-                *peer,
-                &peers,
-                &[],
-            )
-        };
-        let members: Vec<_> = ports.iter().enumerate().map(member).collect();
+        let mut members = Vec::new();
+        for (n, peer) in peers.into_iter().enumerate() {
+            let endpoint = format!("http://{address}:{}", free_port());
+            members.push(Self::member(&format!("m{n}"), &endpoint, peer, &all.join(","), &[]));
+        }
         for member in &members {
             member.ready().await;
         }
@@ -163,7 +159,7 @@ impl Etcd {
         })
     }
 
-    /// The same member with other data.
+    /// Replaces the data of the member.
     pub(crate) fn replace_data(&self, with: &Path) {
         fs::remove_dir_all(self.data()).unwrap();
         fs::rename(with, self.data()).unwrap();
@@ -208,7 +204,7 @@ impl Etcd {
         self.client().await.put(key, value, None).await.unwrap();
     }
 
-    /// The same, blocking.
+    /// Puts a key, and blocks until it is there.
     pub(crate) fn put_now(&self, key: &str, value: &str) {
         std::thread::scope(|scope| {
             let put = scope.spawn(|| {

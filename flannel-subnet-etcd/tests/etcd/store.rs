@@ -37,7 +37,6 @@ async fn suite(prefix: &str, clean: &str) {
     .await;
 }
 
-/// The bytes are those of Go flannel.
 #[tokio::test]
 async fn keys_and_values_have_the_bytes_of_go_flannel() {
     let etcd = Etcd::start().await;
@@ -133,7 +132,8 @@ async fn foreign_keys_are_skipped_and_remove_no_peer() {
     registry.create(&key("10.1.8.0-24"), &attrs(&["192.0.2.8"]), grant(8)).await.unwrap();
     peer.sees(5, &["10.1.5.0-24", "10.1.8.0-24"]).await;
     let listing = registry.list().await.unwrap();
-    assert_eq!((listing.entries.len(), listing.skipped.len()), (2, 6), "{:?}", listing.skipped);
+    assert_eq!(listing.entries.len(), 2, "{:?}", listing.skipped);
+    assert_eq!(listing.skipped.len(), 6, "{:?}", listing.skipped);
 }
 
 /// The pages of such a list are larger than any answer that is read.
@@ -153,7 +153,8 @@ async fn values_of_a_megabyte_neither_fail_a_list_nor_hide_other_leases() {
         registry.create(&subnets, &attrs(&[&format!("192.0.2.{n}")]), grant(5)).await.unwrap();
     }
     let listing = within(60, "a list", registry.list()).await.unwrap();
-    assert_eq!((listing.entries.len(), listing.skipped.len()), (40, 80));
+    assert_eq!(listing.entries.len(), 40);
+    assert_eq!(listing.skipped.len(), 80);
     let too_large = |skipped: &&Skipped| matches!(skipped.reason, SkipReason::TooLarge(_));
     assert_eq!(listing.skipped.iter().filter(too_large).count(), 40);
     let mut watch = registry.watch(Revision(1)).await.unwrap();
@@ -252,7 +253,8 @@ async fn renewals_write_nothing_and_wake_no_watch() {
 #[tokio::test]
 async fn an_existing_etcd_lease_is_used_again() {
     let etcd = Etcd::start().await;
-    let (before, after) = (registry(&etcd.endpoints()), registry(&etcd.endpoints()));
+    let before = registry(&etcd.endpoints());
+    let after = registry(&etcd.endpoints());
     before.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     after.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     let mut client = etcd.client().await;
@@ -296,15 +298,13 @@ async fn a_missing_config_is_reported_and_a_deletion_is_a_change() {
     let known = registry.config().await.unwrap();
     let changed = registry.config_changed(Some(known));
     tokio::pin!(changed);
-    assert!(futures_pending(&mut changed).await, "nothing has changed");
+    assert!(is_pending(&mut changed).await, "nothing has changed");
     etcd.client().await.delete(format!("{PREFIX}/config"), None).await.unwrap();
     within(20, "the deletion", changed).await.unwrap();
 }
 
-/// The future is not ready, though all requests are answered.
-async fn futures_pending(
-    future: &mut (impl Future<Output = flannel_core::Result<()>> + Unpin),
-) -> bool {
+/// Whether the future is not ready, although all requests are answered.
+async fn is_pending(future: &mut (impl Future<Output = flannel_core::Result<()>> + Unpin)) -> bool {
     tokio::time::timeout(Duration::from_millis(300), future).await.is_err()
 }
 

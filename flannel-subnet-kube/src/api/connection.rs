@@ -32,11 +32,11 @@ const CONNECT: Duration = Duration::from_secs(5);
 
 /// The configuration of connections.
 ///
-/// **Source**: client-go `clientcmd.BuildConfigFromFlags`. Unlike there, no proxy is used, not even
-/// one of the environment, and no credential program is run.
+/// **Source**: client-go `clientcmd.BuildConfigFromFlags`. Unlike client-go, it uses no proxy, not
+/// even a proxy of the environment, and runs no credential program.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Source {
-    /// The URL of the API server, instead of that in the kubeconfig.
+    /// The URL of the API server, instead of the URL in the kubeconfig.
     pub(crate) url: Option<String>,
     /// The kubeconfig. Without it and the URL, the service account of this pod is used.
     pub(crate) kubeconfig: Option<PathBuf>,
@@ -61,7 +61,7 @@ enum Token {
 }
 
 impl Source {
-    /// Reads all files again.
+    /// Makes a client. All files are read again.
     ///
     /// # Errors
     /// The file or option, and the reason.
@@ -69,31 +69,7 @@ impl Source {
     /// # Blocking
     /// Reads a few files.
     pub(crate) async fn connection(&self) -> Result<Connection, String> {
-        let mut config = match (&self.kubeconfig, &self.url) {
-            (Some(path), _) => from_kubeconfig(path)
-                .await
-                .map_err(|error| format!("{}: {error}", path.display()))?,
-            (None, Some(_)) => Config::new(Uri::from_static("http://localhost")),
-            (None, None) => Config::incluster().map_err(|error| {
-                format!(
-                    "the address of the Kubernetes API is not known: neither a URL nor a \
-                     kubeconfig is given, and there is no service account of a pod: {}",
-                    chain(&error)
-                )
-            })?,
-        };
-        if let Some(url) = &self.url {
-            let expected = "expected a URL such as https://192.0.2.1:6443";
-            let parsed: Uri =
-                url.parse().map_err(|error| format!("the URL {url:?}: {error}; {expected}"))?;
-            if !matches!(parsed.scheme_str(), Some("http" | "https")) || parsed.host().is_none() {
-                return Err(format!("the URL {url:?}: {expected}"));
-            }
-            config.cluster_url = parsed;
-        }
-        if let Some(ca) = &self.ca {
-            config.root_cert = Some(certificates(ca)?);
-        }
+        let config = self.config().await?;
         let token = match &self.token {
             Some(given) => Some(Token::of(given)?),
             None => token(&config.auth_info)?,
@@ -118,6 +94,37 @@ impl Source {
         let client = Client::builder(TokioExecutor::new()).build(connector);
         Ok(Connection { base: config.cluster_url, client, token })
     }
+
+    /// The address of the API server and the credentials.
+    async fn config(&self) -> Result<Config, String> {
+        let mut config = match (&self.kubeconfig, &self.url) {
+            (Some(path), _) => from_kubeconfig(path)
+                .await
+                .map_err(|error| format!("{}: {error}", path.display()))?,
+            // The URL is replaced below.
+            (None, Some(_)) => Config::new(Uri::from_static("http://localhost")),
+            (None, None) => Config::incluster().map_err(|error| {
+                format!(
+                    "the address of the Kubernetes API is not known: neither a URL nor a \
+                     kubeconfig is given, and there is no service account of a pod: {}",
+                    chain(&error)
+                )
+            })?,
+        };
+        if let Some(url) = &self.url {
+            let expected = "expected a URL such as https://192.0.2.1:6443";
+            let parsed: Uri =
+                url.parse().map_err(|error| format!("the URL {url:?}: {error}; {expected}"))?;
+            if !matches!(parsed.scheme_str(), Some("http" | "https")) || parsed.host().is_none() {
+                return Err(format!("the URL {url:?}: {expected}"));
+            }
+            config.cluster_url = parsed;
+        }
+        if let Some(ca) = &self.ca {
+            config.root_cert = Some(certificates(ca)?);
+        }
+        Ok(config)
+    }
 }
 
 impl Token {
@@ -126,7 +133,9 @@ impl Token {
             Credential::File(path) => Ok(Self::File(path.clone())),
             Credential::Value(token) => {
                 let token = String::from_utf8_lossy(token.expose());
-                bearer(&token).map(Self::Fixed).map_err(|error| format!("the token: {error}"))
+                authorization(&token)
+                    .map(Self::Fixed)
+                    .map_err(|error| format!("the token: {error}"))
             }
         }
     }
@@ -149,21 +158,41 @@ fn token(user: &AuthInfo) -> Result<Option<Token>, String> {
     if let Some(path) = &user.token_file {
         return Ok(Some(Token::File(path.into())));
     }
-    let fixed = user.token.as_ref();
-    let fixed = fixed.map(|token| bearer(token.expose_secret()).map(Token::Fixed)).transpose();
-    fixed.map_err(|error| format!("its user's token: {error}"))
+    let Some(token) = &user.token else { return Ok(None) };
+    match authorization(token.expose_secret()) {
+        Ok(value) => Ok(Some(Token::Fixed(value))),
+        Err(error) => Err(format!("its user's token: {error}")),
+    }
 }
 
-fn bearer(token: &str) -> Result<HeaderValue, String> {
+/// The value of the header `Authorization`.
+fn authorization(token: &str) -> Result<HeaderValue, String> {
     let token = token.trim();
     if token.is_empty() {
         return Err("it is empty".to_owned());
     }
-    let value = HeaderValue::try_from(format!("Bearer {token}"));
-    let mut value =
-        value.map_err(|_| "it contains characters that a token cannot have".to_owned())?;
+    let mut value = HeaderValue::try_from(format!("Bearer {token}"))
+        .map_err(|_| "it contains characters that a token cannot have".to_owned())?;
     value.set_sensitive(true);
     Ok(value)
+}
+
+impl Token {
+    fn authorization(&self) -> Result<HeaderValue, Unsent> {
+        match self {
+            Self::Fixed(value) => Ok(value.clone()),
+            Self::File(path) => std::fs::read_to_string(path)
+                .map_err(|error| error.to_string())
+                .and_then(|text| authorization(&text))
+                .map_err(|error| {
+                    let path = path.display().to_string();
+                    Unsent {
+                        reason: format!("the token {path}: {error}"),
+                        cause: Cause::Token(path),
+                    }
+                }),
+        }
+    }
 }
 
 impl Connection {
@@ -175,40 +204,29 @@ impl Connection {
     /// Sends a request for a path of the API.
     ///
     /// # Errors
-    /// There is no connection, or the token cannot be read.
+    /// The server cannot be reached, or the token cannot be read.
     pub(crate) async fn send(
         &self,
         mut request: Request<Full<Bytes>>,
     ) -> Result<Response<Incoming>, Unsent> {
         let other = |reason| Unsent { reason, cause: Cause::Other };
-        let uri = format!("{}{}", self.url(), request.uri()).parse::<Uri>();
-        *request.uri_mut() = uri.map_err(|error| other(error.to_string()))?;
-        let token = match &self.token {
-            None => None,
-            Some(Token::Fixed(value)) => Some(value.clone()),
-            Some(Token::File(path)) => {
-                let text = std::fs::read_to_string(path);
-                let bearer = text.map_err(|error| error.to_string()).and_then(|text| bearer(&text));
-                let unread = |error| {
-                    let path = path.display().to_string();
-                    Unsent {
-                        reason: format!("the token {path}: {error}"),
-                        cause: Cause::Token(path),
-                    }
-                };
-                Some(bearer.map_err(unread)?)
-            }
-        };
-        let headers = request.headers_mut();
-        token.map(|token| headers.insert(header::AUTHORIZATION, token));
-        let agent = concat!("flanneld/", env!("CARGO_PKG_VERSION"));
-        headers.insert(header::USER_AGENT, HeaderValue::from_static(agent));
-        let sent = self.client.request(request).await;
-        sent.map_err(|error| Unsent { reason: chain(&error), cause: Cause::of(&error) })
+        *request.uri_mut() = format!("{}{}", self.url(), request.uri())
+            .parse::<Uri>()
+            .map_err(|error| other(error.to_string()))?;
+        if let Some(token) = &self.token {
+            let value = token.authorization()?;
+            request.headers_mut().insert(header::AUTHORIZATION, value);
+        }
+        let agent = HeaderValue::from_static(concat!("flanneld/", env!("CARGO_PKG_VERSION")));
+        request.headers_mut().insert(header::USER_AGENT, agent);
+        self.client
+            .request(request)
+            .await
+            .map_err(|error| Unsent { reason: chain(&error), cause: Cause::of(&error) })
     }
 }
 
-/// The reason why a request has no answer.
+/// Why a request has no answer.
 #[derive(Debug)]
 pub(crate) struct Unsent {
     pub(crate) reason: String,
@@ -233,11 +251,11 @@ impl Cause {
     fn of(error: &(dyn std::error::Error + 'static)) -> Self {
         let errors = std::iter::successors(Some(error), |error| {
             // The error inside an I/O error is not its source.
-            let held = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
-            held.map(|held| held as _).or_else(|| error.source())
+            let inner = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+            inner.map(|inner| inner as _).or_else(|| error.source())
         });
-        let mut of_tls = errors.filter_map(|error| error.downcast_ref::<rustls::Error>());
-        match of_tls.next() {
+        let mut tls_errors = errors.filter_map(|error| error.downcast_ref::<rustls::Error>());
+        match tls_errors.next() {
             Some(rustls::Error::InvalidCertificate(_)) => Self::ServerCertificate,
             Some(rustls::Error::AlertReceived(alert)) => Self::of_alert(*alert),
             _ => Self::Other,

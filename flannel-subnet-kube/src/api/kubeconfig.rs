@@ -1,4 +1,4 @@
-//! Kubeconfigs, read by `kube` and checked for entries that flannel does not use.
+//! Reads kubeconfigs with `kube`, and checks them for entries that flannel does not use.
 
 use std::path::{Path, PathBuf};
 
@@ -8,18 +8,22 @@ use secrecy::{ExposeSecret, SecretString};
 
 use super::chain;
 
-/// The files of a kubeconfig: certificates, keys and tokens, of all its clusters and users. Empty
-/// if it cannot be read, because the connection reports the reason.
+/// The files of a kubeconfig: certificates, keys and tokens, of all its clusters and users. The
+/// list is empty if the kubeconfig cannot be read. The connection reports the reason.
 ///
 /// # Blocking
 /// Reads a file.
 pub fn credential_files(kubeconfig: &Path) -> Vec<PathBuf> {
     let Ok(kubeconfig) = read(kubeconfig) else { return Vec::new() };
-    let clusters =
+    let of_clusters =
         kubeconfig.clusters.into_iter().filter_map(|named| named.cluster?.certificate_authority);
-    let users = kubeconfig.auth_infos.into_iter().filter_map(|named| named.auth_info);
-    let of_user = |user: AuthInfo| [user.client_certificate, user.client_key, user.token_file];
-    clusters.chain(users.flat_map(of_user).flatten()).map(PathBuf::from).collect()
+    let of_users = kubeconfig
+        .auth_infos
+        .into_iter()
+        .filter_map(|named| named.auth_info)
+        .flat_map(|user| [user.client_certificate, user.client_key, user.token_file])
+        .flatten();
+    of_clusters.chain(of_users).map(PathBuf::from).collect()
 }
 
 /// Reads a kubeconfig. Empty fields, which templates leave, count as absent.
@@ -65,17 +69,18 @@ pub(super) async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
         .contexts
         .iter()
         .find(|named| Some(&named.name) == kubeconfig.current_context.as_ref());
-    let cluster = context.and_then(|named| Some(&named.context.as_ref()?.cluster));
-    let used = kubeconfig.clusters.iter().find(|named| Some(&named.name) == cluster);
-    if used.and_then(|named| named.cluster.as_ref()?.proxy_url.as_ref()).is_some() {
+    let cluster_name = context.and_then(|named| Some(&named.context.as_ref()?.cluster));
+    let cluster = kubeconfig.clusters.iter().find(|named| Some(&named.name) == cluster_name);
+    if cluster.and_then(|named| named.cluster.as_ref()?.proxy_url.as_ref()).is_some() {
         return Err(
             "its proxy-url cannot be used: set the URL at which the API server is reached \
                     directly"
                 .to_owned(),
         );
     }
-    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
-    let config = config.map_err(|error| chain(&error))?;
+    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
+        .await
+        .map_err(|error| chain(&error))?;
     let AuthInfo { exec, auth_provider, username, impersonate, .. } = &config.auth_info;
     let others = [
         ("exec", exec.is_some()),

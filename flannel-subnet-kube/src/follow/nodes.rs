@@ -1,7 +1,8 @@
 //! All nodes, as a set of leases.
 //!
-//! Each node has a fingerprint of the parts that its lease is made of, so an event without a change
-//! of them costs one look-up. Of two nodes with one PodCIDR, the one created first has the lease.
+//! Each node has a fingerprint of the parts that its lease is made of, so an event that changes
+//! none of them costs one look-up. If two nodes have one PodCIDR, the node created first has the
+//! lease.
 //!
 //! A program that removes the annotations of a node must not cut it off. So its last lease stays
 //! for a short time, in which its daemon restores the annotations.
@@ -20,7 +21,7 @@ use tokio::time::Instant;
 
 use crate::node::annotations::MANAGED;
 use crate::node::prefix::Prefix;
-use crate::node::{Node, Wire};
+use crate::node::{Node, NodeLease, Wire};
 
 /// The time for which the last lease of a node stays after its annotations were removed.
 const GRACE: Duration = Duration::from_secs(30);
@@ -42,7 +43,7 @@ pub(crate) struct Nodes {
     known: HashMap<Box<str>, Known>,
     leases: LeaseSet,
     /// The problems of each node.
-    wrong: BTreeMap<Box<str>, Vec<String>>,
+    problems: BTreeMap<Box<str>, Vec<String>>,
     /// Nodes whose annotations were removed, and the end of their last leases.
     wiped: BTreeMap<Box<str>, Instant>,
     /// Nodes whose PodCIDR belongs to an older node.
@@ -61,14 +62,14 @@ struct Known {
 }
 
 impl Nodes {
-    /// No nodes. `own` is the name of this node.
+    /// An empty set. `own` is the name of this node.
     pub(crate) fn new(read_options: ReadOptions, own: String) -> Self {
         Self {
             read_options,
             own,
             known: HashMap::new(),
             leases: LeaseSet::default(),
-            wrong: BTreeMap::new(),
+            problems: BTreeMap::new(),
             wiped: BTreeMap::new(),
             shadowed: BTreeMap::new(),
             hasher: RandomState::new(),
@@ -81,25 +82,28 @@ impl Nodes {
     }
 
     /// The problems of nodes, by the kind of the problem.
-    pub(crate) fn wrong(&self) -> Vec<SkippedEntry> {
-        let unreadable = self.wrong.iter().flat_map(|(name, all)| {
-            all.iter().map(move |why| SkippedEntry::new(format!("node {name}"), why.as_str()))
-        });
-        let wiped = self.wiped.keys().map(|name| {
-            let reason = format!(
+    pub(crate) fn problems(&self) -> Vec<SkippedEntry> {
+        let mut all = Vec::new();
+        for (name, problems) in &self.problems {
+            let entry =
+                |problem: &String| SkippedEntry::new(format!("node {name}"), problem.as_str());
+            all.extend(problems.iter().map(entry));
+        }
+        for name in self.wiped.keys() {
+            let problem = format!(
                 "its annotations were removed: its last lease stays for {} s, in which its daemon \
                  should restore them",
                 GRACE.as_secs()
             );
-            let entry = SkippedEntry::new(format!("node {name}"), reason);
-            SkippedEntry { wiped_node: Some(name.to_string()), ..entry }
-        });
-        let shadowed = self.shadowed.iter().map(|(name, subnets)| {
-            let reason =
+            let entry = SkippedEntry::new(format!("node {name}"), problem);
+            all.push(SkippedEntry { wiped_node: Some(name.to_string()), ..entry });
+        }
+        for (name, subnets) in &self.shadowed {
+            let problem =
                 format!("its PodCIDR is the lease {subnets}, which an earlier node holds already");
-            SkippedEntry::new(format!("node {name}"), reason)
-        });
-        unreadable.chain(wiped).chain(shadowed).collect()
+            all.push(SkippedEntry::new(format!("node {name}"), problem));
+        }
+        all
     }
 
     /// Begins a list.
@@ -107,11 +111,17 @@ impl Nodes {
         self.list += 1;
     }
 
-    /// Ends a list: nodes that are not in it were deleted.
+    /// Ends a list. Nodes that are not in it were deleted.
     pub(crate) fn complete(&mut self) {
-        let gone = self.known.iter().filter(|(_, known)| known.list != self.list);
-        let gone: Vec<Box<str>> = gone.map(|(name, _)| name.clone()).collect();
-        gone.iter().for_each(|name| _ = self.remove(name));
+        let deleted: Vec<Box<str>> = self
+            .known
+            .iter()
+            .filter(|(_, known)| known.list != self.list)
+            .map(|(name, _)| name.clone())
+            .collect();
+        for name in deleted {
+            self.remove(&name);
+        }
     }
 
     /// Sets a node. Returns whether a lease or a problem may have changed.
@@ -126,9 +136,9 @@ impl Nodes {
         }
         let ReadOptions { prefix, families } = &self.read_options;
         let decoded = wire.node(prefix);
-        let (lease, mut wrong) = match &decoded {
+        let NodeLease { lease, mut problems } = match &decoded {
             Ok(node) => node.lease(wire.revision(), families, prefix),
-            Err(wrong) => (None, vec![wrong.clone()]),
+            Err(problem) => NodeLease { lease: None, problems: vec![problem.clone()] },
         };
         let mut lease = lease.map(Arc::new);
         let before = self.known.get(name).and_then(|known| known.lease.clone());
@@ -137,23 +147,24 @@ impl Nodes {
                 lease = Some(Arc::clone(last));
                 self.wiped.entry(name.into()).or_insert_with(|| Instant::now() + GRACE);
             }
-            None => drop(self.wiped.remove(name)),
+            None => _ = self.wiped.remove(name),
         }
-        // A reason quotes annotations, of which a node may have a megabyte.
-        wrong.iter_mut().for_each(|why| *why = shorten(why, REASON).into_owned());
-        let known = Known { fingerprint, lease, list: self.list };
-        self.known.insert(name.into(), known);
-        if wrong.is_empty() {
-            drop(self.wrong.remove(name));
+        // A problem quotes annotations, of which a node may have a megabyte.
+        for problem in &mut problems {
+            *problem = shorten(problem, REASON).into_owned();
+        }
+        self.known.insert(name.into(), Known { fingerprint, lease, list: self.list });
+        if problems.is_empty() {
+            self.problems.remove(name);
         } else {
-            drop(self.wrong.insert(name.into(), wrong));
+            self.problems.insert(name.into(), problems);
         }
-        self.changed(name, before.as_ref());
+        self.update(name, before.as_ref());
         true
     }
 
-    /// Whether the annotations of another node were removed, while the node and its PodCIDRs are
-    /// those of its `last` lease.
+    /// Whether the annotations of another node were removed, while its creation time and its
+    /// PodCIDRs are still the same as in its `last` lease.
     fn is_wiped(&self, node: &Node, last: &Lease) -> bool {
         *node.name != *self.own
             && !node.values.contains_key(MANAGED)
@@ -161,51 +172,56 @@ impl Nodes {
             && node.subnets(&self.read_options.families) == Ok(Some(last.subnets))
     }
 
-    /// The time at which [`Self::expire`] removes the next lease; `None`: there is none to remove.
+    /// The time at which [`Self::expire`] removes the next lease, or `None` if it will remove none.
     pub(crate) fn next_end(&self) -> Option<Instant> {
         self.wiped.values().min().copied()
     }
 
     /// Removes the leases of nodes that have not restored their annotations in time. Returns
-    /// whether there are any.
+    /// whether it removed a lease.
     pub(crate) fn expire(&mut self) -> bool {
         let now = Instant::now();
-        let over = self.wiped.iter().filter(|(_, end)| **end <= now);
-        let over: Vec<Box<str>> = over.map(|(name, _)| name.clone()).collect();
-        for name in &over {
+        let expired: Vec<Box<str>> = self
+            .wiped
+            .iter()
+            .filter(|(_, end)| **end <= now)
+            .map(|(name, _)| name.clone())
+            .collect();
+        for name in &expired {
             self.wiped.remove(name);
-            self.wrong.remove(name);
+            self.problems.remove(name);
             let before = self.known.get_mut(name).and_then(|known| known.lease.take());
-            self.changed(name, before.as_ref());
+            self.update(name, before.as_ref());
         }
-        !over.is_empty()
+        !expired.is_empty()
     }
 
     /// Removes a node. Returns whether it was known.
     pub(crate) fn remove(&mut self, name: &str) -> bool {
         let Some(known) = self.known.remove(name) else { return false };
-        self.wrong.remove(name);
+        self.problems.remove(name);
         self.wiped.remove(name);
-        self.changed(name, known.lease.as_ref());
+        self.update(name, known.lease.as_ref());
         true
     }
 
     /// Updates the set after the lease of a node changed from `before`.
-    fn changed(&mut self, name: &str, before: Option<&Arc<Lease>>) {
+    fn update(&mut self, name: &str, before: Option<&Arc<Lease>>) {
         let now = self.known.get(name).and_then(|known| known.lease.clone());
         let shadowed = self.shadowed.remove(name);
         let old = before.map(|lease| lease.subnets);
         let new = now.as_ref().map(|lease| lease.subnets);
         for subnets in [old.filter(|old| Some(*old) != new), new].into_iter().flatten() {
-            let held = self.leases.get(&subnets);
-            let ours =
-                held.is_none_or(|held| before.is_some_and(|before| Arc::ptr_eq(held, before)));
-            let disputed =
+            let is_free_or_ours = self
+                .leases
+                .get(&subnets)
+                .is_none_or(|holding| before.is_some_and(|before| Arc::ptr_eq(holding, before)));
+            let is_disputed =
                 shadowed == Some(subnets) || self.shadowed.values().any(|other| *other == subnets);
             match now.as_ref().filter(|now| now.subnets == subnets) {
-                _ if disputed || !ours => self.assign(subnets),
+                _ if is_disputed || !is_free_or_ours => self.assign(subnets),
                 Some(now) => self.leases.insert(Arc::clone(now)),
-                None => drop(self.leases.remove(&subnets)),
+                None => _ = self.leases.remove(&subnets),
             }
         }
     }
@@ -213,19 +229,19 @@ impl Nodes {
     /// Gives the lease to the node with these subnets that was created first.
     fn assign(&mut self, subnets: Subnets) {
         self.shadowed.retain(|_, other| *other != subnets);
-        let mut claims = Vec::new();
-        for (name, known) in &self.known {
-            if let Some(lease) = known.lease.as_ref().filter(|lease| lease.subnets == subnets) {
-                claims.push((lease.since, name.clone(), Arc::clone(lease)));
-            }
+        let mut nodes: Vec<(&Box<str>, &Arc<Lease>)> = self
+            .known
+            .iter()
+            .filter_map(|(name, known)| Some((name, known.lease.as_ref()?)))
+            .filter(|(_, lease)| lease.subnets == subnets)
+            .collect();
+        nodes.sort_by_key(|(name, lease)| (lease.since, *name));
+        let mut nodes = nodes.into_iter();
+        match nodes.next() {
+            Some((_, lease)) => self.leases.insert(Arc::clone(lease)),
+            None => _ = self.leases.remove(&subnets),
         }
-        claims.sort_by(|(a, x, _), (b, y, _)| (a, x).cmp(&(b, y)));
-        let mut claims = claims.into_iter();
-        match claims.next() {
-            Some((.., first)) => self.leases.insert(first),
-            None => drop(self.leases.remove(&subnets)),
-        }
-        self.shadowed.extend(claims.map(|(_, name, _)| (name, subnets)));
+        self.shadowed.extend(nodes.map(|(name, _)| (name.clone(), subnets)));
     }
 }
 
@@ -234,8 +250,8 @@ mod tests {
     use super::*;
 
     fn nodes() -> Nodes {
-        let families = vec![Family::V4];
-        Nodes::new(ReadOptions { prefix: Prefix::default(), families }, "me".to_owned())
+        let read_options = ReadOptions { prefix: Prefix::default(), families: vec![Family::V4] };
+        Nodes::new(read_options, "me".to_owned())
     }
 
     /// A node that runs flannel, created in this minute.
@@ -254,10 +270,11 @@ mod tests {
     }
 
     fn held(nodes: &Nodes) -> Vec<String> {
-        let one = |lease: &Arc<Lease>| {
-            format!("{} {}", lease.subnets, lease.attrs.preferred.public.v4.unwrap())
-        };
-        nodes.leases().iter().map(one).collect()
+        nodes
+            .leases()
+            .iter()
+            .map(|lease| format!("{} {}", lease.subnets, lease.attrs.preferred.public.v4.unwrap()))
+            .collect()
     }
 
     #[test]
@@ -290,29 +307,24 @@ mod tests {
 
     #[test]
     fn the_older_of_two_nodes_with_one_pod_cidr_holds_it_in_any_order() {
-        let (a, b) =
-            (node("a", "10.1.1.0/24", 7, "192.0.2.1"), node("b", "10.1.1.0/24", 3, "192.0.2.2"));
+        let a = node("a", "10.1.1.0/24", 7, "192.0.2.1");
+        let b = node("b", "10.1.1.0/24", 3, "192.0.2.2");
         for order in [[&a, &b], [&b, &a]] {
             let mut nodes = nodes();
             order.iter().for_each(|text| _ = put(&mut nodes, text));
             assert_eq!(held(&nodes), ["10.1.1.0-24 192.0.2.2"]);
-            let wrong = nodes.wrong();
-            assert_eq!(wrong[0].key, "node a");
-            assert!(
-                wrong.len() == 1 && wrong[0].reason.contains("an earlier node holds"),
-                "{wrong:?}"
-            );
+            let problems = nodes.problems();
+            assert_eq!(problems.len(), 1, "{problems:?}");
+            let SkippedEntry { key, reason, .. } = &problems[0];
+            assert_eq!(key, "node a");
+            assert!(reason.contains("an earlier node holds"), "{reason}");
             // The shadowed node changes, and gets the lease when the other node is deleted.
             put(&mut nodes, &node("a", "10.1.1.0/24", 7, "192.0.2.7"));
-            assert_eq!(
-                (held(&nodes), nodes.wrong().len()),
-                (vec!["10.1.1.0-24 192.0.2.2".to_owned()], 1)
-            );
+            assert_eq!(held(&nodes), ["10.1.1.0-24 192.0.2.2"]);
+            assert_eq!(nodes.problems().len(), 1);
             assert!(nodes.remove("b"));
-            assert_eq!(
-                (held(&nodes), nodes.wrong().len()),
-                (vec!["10.1.1.0-24 192.0.2.7".to_owned()], 0)
-            );
+            assert_eq!(held(&nodes), ["10.1.1.0-24 192.0.2.7"]);
+            assert_eq!(nodes.problems().len(), 0);
             assert!(nodes.remove("a") && !nodes.remove("a"));
             assert!(nodes.leases().is_empty());
         }
@@ -328,14 +340,14 @@ mod tests {
         let before = nodes.leases().clone();
         assert!(put(&mut nodes, &wiped));
         assert_eq!(nodes.leases().changes_since(&before).count(), 0);
-        let wrong = nodes.wrong();
+        let problems = nodes.problems();
         assert!(
-            wrong.len() == 1 && wrong[0].reason.contains("annotations were removed"),
-            "{wrong:?}"
+            problems.len() == 1 && problems[0].reason.contains("annotations were removed"),
+            "{problems:?}"
         );
         let end = nodes.next_end().unwrap();
         assert_eq!(end, Instant::now() + GRACE);
-        // Another change of it begins no new time, and neither does a list.
+        // The time begins again neither with another change of the node nor with a list.
         tokio::time::advance(GRACE / 2).await;
         let partly = "flannel.alpha.coreos.com/public-ip";
         assert!(put(&mut nodes, &wiped.replace("example.com/public-ip", partly)));
@@ -346,12 +358,15 @@ mod tests {
         assert_eq!(held(&nodes), "10.1.1.0-24 192.0.2.1");
         tokio::time::advance(GRACE / 2).await;
         assert!(nodes.expire());
-        assert_eq!((held(&nodes), nodes.wrong(), nodes.next_end()), (String::new(), vec![], None));
+        assert_eq!(held(&nodes), "");
+        assert_eq!(nodes.problems(), []);
+        assert_eq!(nodes.next_end(), None);
         put(&mut nodes, &text);
         put(&mut nodes, &wiped);
         put(&mut nodes, &text);
-        assert_eq!((nodes.wrong(), nodes.next_end()), (vec![], None), "restored in time");
-        // These are no accident.
+        assert_eq!(nodes.problems(), [], "restored in time");
+        assert_eq!(nodes.next_end(), None, "restored in time");
+        // An operator does these changes on purpose.
         for gone in [
             wiped.replace("10.1.1.0", "10.1.2.0"),
             wiped.replace("T20:01", "T20:02"),
@@ -359,12 +374,14 @@ mod tests {
         ] {
             put(&mut nodes, &text);
             put(&mut nodes, &gone);
-            assert_eq!((held(&nodes), nodes.next_end()), (String::new(), None), "{gone}");
+            assert_eq!(held(&nodes), "", "{gone}");
+            assert_eq!(nodes.next_end(), None, "{gone}");
         }
         let own = |text: &str| text.replace("\"a\"", "\"me\"");
         put(&mut nodes, &own(&text));
         put(&mut nodes, &own(&wiped));
-        assert_eq!((held(&nodes), nodes.next_end()), (String::new(), None));
+        assert_eq!(held(&nodes), "");
+        assert_eq!(nodes.next_end(), None);
     }
 
     #[test]
@@ -378,8 +395,11 @@ mod tests {
         ] {
             let mut nodes = nodes();
             put(&mut nodes, &wrong);
-            let wrong = nodes.wrong();
-            assert!(wrong.len() == 1 && wrong[0].reason.chars().count() <= REASON + 1, "{wrong:?}");
+            let problems = nodes.problems();
+            assert!(
+                problems.len() == 1 && problems[0].reason.chars().count() <= REASON + 1,
+                "{problems:?}"
+            );
         }
     }
 
@@ -390,15 +410,15 @@ mod tests {
         put(&mut nodes, &node("b", "10.1.2.0", 1, "192.0.2.2"));
         put(&mut nodes, &node("c", "10.1.3.0/24", 1, "nonsense"));
         assert_eq!(nodes.leases().len(), 2, "c has a subnet, although it has no address");
-        let wrong: Vec<String> =
-            nodes.wrong().into_iter().map(|it| format!("{}: {}", it.key, it.reason)).collect();
-        assert!(wrong[0].starts_with("node b: its PodCIDR \"10.1.2.0\""), "{wrong:?}");
+        let problems: Vec<String> =
+            nodes.problems().into_iter().map(|it| format!("{}: {}", it.key, it.reason)).collect();
+        assert!(problems[0].starts_with("node b: its PodCIDR \"10.1.2.0\""), "{problems:?}");
         assert!(
-            wrong[1]
+            problems[1]
                 .starts_with("node c: annotation flannel.alpha.coreos.com/public-ip: \"nonsense\""),
-            "{wrong:?}"
+            "{problems:?}"
         );
         put(&mut nodes, &node("c", "10.1.3.0/24", 1, "192.0.2.3"));
-        assert_eq!(nodes.wrong().len(), 1);
+        assert_eq!(nodes.problems().len(), 1);
     }
 }

@@ -6,7 +6,7 @@
 #[derive(Debug, Default)]
 pub(crate) struct Splitter {
     /// The bytes of the current value: an item, the name of a field, or its value.
-    held: Vec<u8>,
+    value: Vec<u8>,
     place: Place,
     /// The number of open brackets in the current value.
     depth: u32,
@@ -41,20 +41,21 @@ enum Field {
 
 /// The text is not a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct NoList;
+pub(crate) struct NotAList;
 
 impl Splitter {
-    /// Reads the next bytes. Calls `item` for each complete item.
+    /// Reads the next bytes. Calls `item` for each complete item. The inner error is the error of
+    /// `item`.
     pub(crate) fn feed<E>(
         &mut self,
         mut bytes: &[u8],
         mut item: impl FnMut(&[u8]) -> Result<(), E>,
-    ) -> Result<Result<(), E>, NoList> {
+    ) -> Result<Result<(), E>, NotAList> {
         while let Some(&byte) = bytes.first() {
             if matches!(self.place, Place::Item | Place::Value(_) | Place::Name) {
                 let end = self.end_of_value(bytes);
-                let (held, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
-                self.held.extend_from_slice(held);
+                let (value, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
+                self.value.extend_from_slice(value);
                 bytes = rest;
                 if end.is_some()
                     && let Err(error) = self.finish(&mut item)
@@ -73,11 +74,12 @@ impl Splitter {
     }
 
     /// The metadata of the complete list.
-    pub(crate) fn end(self) -> Result<Vec<u8>, NoList> {
-        if self.place == Place::After { Ok(self.metadata) } else { Err(NoList) }
+    pub(crate) fn end(self) -> Result<Vec<u8>, NotAList> {
+        if self.place == Place::After { Ok(self.metadata) } else { Err(NotAList) }
     }
 
-    fn between(&mut self, byte: u8) -> Result<(), NoList> {
+    /// Reads a byte between two values.
+    fn between(&mut self, byte: u8) -> Result<(), NotAList> {
         self.place = match (self.place, byte) {
             (place, b' ' | b'\t' | b'\r' | b'\n') => place,
             (Place::Before, b'{') => Place::Fields,
@@ -90,7 +92,7 @@ impl Splitter {
             (Place::Items, b'{') => Place::Item,
             (Place::Items, b',') => Place::Items,
             (Place::Items, b']') => Place::Fields,
-            _ => return Err(NoList),
+            _ => return Err(NotAList),
         };
         Ok(())
     }
@@ -127,27 +129,28 @@ impl Splitter {
         None
     }
 
+    /// Ends the current value.
     fn finish<E>(&mut self, item: &mut impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
         let mut outcome = Ok(());
         self.place = match self.place {
-            Place::Name => Place::Colon(match &*self.held {
+            Place::Name => Place::Colon(match &*self.value {
                 b"\"items\"" => Field::Items,
                 b"\"metadata\"" => Field::Metadata,
                 _ => Field::Other,
             }),
             Place::Item => {
-                outcome = item(&self.held);
+                outcome = item(&self.value);
                 Place::Items
             }
             Place::Value(field) => {
                 if field == Field::Metadata {
-                    self.metadata.clone_from(&self.held);
+                    self.metadata.clone_from(&self.value);
                 }
                 Place::Fields
             }
             place => place,
         };
-        self.held.clear();
+        self.value.clear();
         outcome
     }
 }
@@ -157,14 +160,16 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn split(text: &str, chunk: usize) -> Result<(Vec<String>, String), NoList> {
-        let (mut splitter, mut items) = (Splitter::default(), Vec::new());
+    /// The items and the metadata of a list that arrives in chunks.
+    fn split(text: &str, chunk: usize) -> Result<(Vec<String>, String), NotAList> {
+        let mut splitter = Splitter::default();
+        let mut items = Vec::new();
         for bytes in text.as_bytes().chunks(chunk) {
-            let each = |item: &[u8]| {
+            let fed = splitter.feed(bytes, |item| {
                 items.push(String::from_utf8(item.to_vec()).unwrap());
                 Ok::<_, ()>(())
-            };
-            splitter.feed(bytes, each)?.unwrap();
+            });
+            fed?.unwrap();
         }
         Ok((items, String::from_utf8(splitter.end()?).unwrap()))
     }
@@ -198,7 +203,7 @@ mod tests {
             r#"{"items":[{}]} x"#,
             "Internal error",
         ] {
-            assert_eq!(split(text, 2), Err(NoList), "{text}");
+            assert_eq!(split(text, 2), Err(NotAList), "{text}");
         }
     }
 

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use flannel_core::lease::Revision;
+use flannel_core::runtime::or_never;
 use serde::Deserialize;
 use tokio::time::{Instant, sleep, sleep_until};
 
@@ -13,26 +14,26 @@ use crate::api::pause::Pause;
 use crate::api::{Call, Failure, escape, part, read};
 use crate::node::Event;
 
-/// The silence after which a watch is started again, and after a second one nodes are listed. API
-/// servers send a bookmark every minute, but perhaps none while nothing changes in the cluster, so
-/// silence alone is not a failure.
+/// The silence after which a watch is started again. After a second silence nodes are listed. API
+/// servers send a bookmark every minute, but perhaps no bookmark while nothing changes in the
+/// cluster, so silence alone is not a failure.
 const SILENCE: Duration = Duration::from_secs(90);
 /// The requested duration of a watch in seconds, random so that nodes do not reconnect together.
 const WATCH: std::ops::Range<u32> = 300..600;
-/// The number of watches in a row that a server refuses, though it answers otherwise, after which
-/// the version is dropped: it may not exist.
+/// If a server that answers refuses this number of watches in a row, nodes are listed, because the
+/// version may not exist.
 const ERRORS: u32 = 3;
 /// The shortest duration of a watch without an event that is not a failure.
 const BRIEF: Duration = Duration::from_secs(1);
 
 /// A list, of which only the metadata is read.
 #[derive(Deserialize)]
-struct Listed {
+struct ListMetadata {
     metadata: Page,
 }
 
-/// The end of a watch.
-enum Watched {
+/// The end of a watch. `useful` says that the watch had an event or a bookmark.
+enum WatchEnd {
     /// It can continue from the last version.
     Cut { useful: bool },
     /// Nothing arrived, not even a bookmark. It may continue.
@@ -43,6 +44,19 @@ enum Watched {
     Restored,
 }
 
+/// The state of consecutive watches.
+#[derive(Default)]
+struct Watches {
+    /// The number of watches in a row that the server refused. A server that does not answer at
+    /// all, or answers everything with an error, refuses no watch, because a list would not help
+    /// it.
+    errors: u32,
+    /// Nothing has arrived since a silence.
+    is_silent: bool,
+    /// The last watch has failed.
+    is_lost: bool,
+}
+
 impl Following {
     /// Watches until changes may have been missed, and returns the freshness of the next list.
     pub(super) async fn watch_from(
@@ -51,34 +65,36 @@ impl Following {
         pause: &mut Pause,
         outage: &mut OutageLog,
     ) -> Freshness {
-        let (mut errors, mut silent, mut lost) = (0, false, false);
+        let mut watches = Watches::default();
         loop {
-            let (begin, from) = (Instant::now(), version.clone());
-            match self.continue_watch(&mut version, lost, &mut errors, outage).await {
-                Ok(Watched::Restored) => {
+            let begin = Instant::now();
+            let from = version.clone();
+            match self.continue_watch(&mut version, &mut watches, outage).await {
+                Ok(WatchEnd::Restored) => {
                     tracing::warn!(
                         store = self.api.name(),
                         "the store was restored from a backup, listing again"
                     );
                     return Freshness::Own;
                 }
-                Ok(Watched::Gone) => {
+                Ok(WatchEnd::Gone) => {
                     tracing::debug!(store = self.api.name(), "changes were missed, listing again");
                     sleep(pause.next()).await;
                     return Freshness::Version(version);
                 }
-                Ok(Watched::Silent { useful }) => {
+                Ok(WatchEnd::Silent { useful }) => {
                     // The connection is probably dead. After a second silence a list shows whether
                     // the server answers.
-                    if silent && !useful {
+                    if watches.is_silent && !useful {
                         return Freshness::Version(version);
                     }
-                    (silent, errors, lost) = (true, 0, false);
+                    watches = Watches { is_silent: true, ..Watches::default() };
                     pause.reset();
                     sleep(pause.next()).await;
                 }
-                Ok(Watched::Cut { useful }) => {
-                    (silent, errors, lost) = (silent && !useful, 0, false);
+                Ok(WatchEnd::Cut { useful }) => {
+                    let is_silent = watches.is_silent && !useful;
+                    watches = Watches { is_silent, ..Watches::default() };
                     if useful || begin.elapsed() > BRIEF {
                         pause.reset();
                     }
@@ -91,11 +107,11 @@ impl Following {
                 Err(failure) => {
                     outage.begins(self, &failure);
                     pause.after(&failure).await;
-                    lost = true;
+                    watches.is_lost = true;
                     if version != from {
-                        silent = false;
+                        watches.is_silent = false;
                     }
-                    if errors >= ERRORS {
+                    if watches.errors >= ERRORS {
                         return Freshness::Version(version);
                     }
                 }
@@ -103,27 +119,25 @@ impl Following {
         }
     }
 
-    /// Watches from `version` on. `lost`: the server did not answer since the last watch. `errors`
-    /// counts watches in a row that the server refused. A server that does not answer at all, or
-    /// answers everything with an error, refuses none, because a list would not help it.
+    /// Watches from `version` on. After a failure it first checks that the server has the version.
     async fn continue_watch(
         &mut self,
         version: &mut String,
-        lost: bool,
-        errors: &mut u32,
+        watches: &mut Watches,
         outage: &mut OutageLog,
-    ) -> Result<Watched, Failure> {
-        if lost && !self.has_version(version).await? {
-            return Ok(Watched::Restored);
+    ) -> Result<WatchEnd, Failure> {
+        if watches.is_lost && !self.has_version(version).await? {
+            return Ok(WatchEnd::Restored);
         }
         let from = version.clone();
-        let watched = self.watch(version, outage).await;
+        let end = self.watch(version, outage).await;
         if *version != from {
-            *errors = 0;
+            watches.errors = 0;
         }
-        let is_refused = matches!(watched, Err(Failure::Erred(_) | Failure::TooLarge(_)));
-        *errors += u32::from(is_refused);
-        watched
+        if matches!(end, Err(Failure::Erred(_) | Failure::TooLarge(_))) {
+            watches.errors += 1;
+        }
+        end
     }
 
     /// Whether the server's store has reached `version`. After a restoration from a backup it may
@@ -133,11 +147,11 @@ impl Following {
         let path = "/api/v1/nodes?limit=1".to_owned();
         let call = Call { verb: "list", resource: "nodes", path, patch: None };
         let body = read(self.api.send(&call).await?, usize::MAX).await?;
-        let list: Listed = serde_json::from_slice(&body).map_err(|error| {
+        let list: ListMetadata = serde_json::from_slice(&body).map_err(|error| {
             Failure::Failed(format!("list nodes: the answer cannot be read: {error}").into())
         })?;
-        let number = |version: &str| version.parse::<u64>().ok();
-        let (now, ours) = (number(&list.metadata.resource_version), number(version));
+        let now = list.metadata.resource_version.parse::<u64>().ok();
+        let ours = version.parse::<u64>().ok();
         Ok(now.zip(ours).is_none_or(|(now, ours)| now >= ours))
     }
 
@@ -146,7 +160,7 @@ impl Following {
         &mut self,
         version: &mut String,
         outage: &mut OutageLog,
-    ) -> Result<Watched, Failure> {
+    ) -> Result<WatchEnd, Failure> {
         let path = format!(
             "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds={}\
              &resourceVersion={}",
@@ -157,11 +171,12 @@ impl Following {
         let mut body = self.api.send(&call).await?.into_body();
         self.api.confirm(None);
         outage.ends(self);
-        let (mut held, mut useful) = (Vec::new(), false);
+        let mut incomplete = Vec::new();
+        let mut useful = false;
         loop {
             let received = tokio::select! {
                 received = part(&mut body, SILENCE) => received,
-                () = until(self.nodes.next_end()) => {
+                () = or_never(self.nodes.next_end().map(sleep_until)) => {
                     if self.nodes.expire() {
                         self.publish(Revision(version.parse().unwrap_or_default()));
                     }
@@ -171,56 +186,64 @@ impl Following {
             let bytes = match received {
                 Ok(Some(bytes)) => bytes,
                 // An incomplete event is sent again.
-                Ok(None) => return Ok(Watched::Cut { useful }),
+                Ok(None) => return Ok(WatchEnd::Cut { useful }),
                 Err(failure @ Failure::Silent(_)) => {
                     tracing::debug!(store = self.api.name(), %failure, "the watch has failed");
-                    return Ok(Watched::Silent { useful });
+                    return Ok(WatchEnd::Silent { useful });
                 }
                 Err(failure) => {
                     tracing::debug!(store = self.api.name(), %failure, "the watch has failed");
-                    return Ok(Watched::Cut { useful });
+                    return Ok(WatchEnd::Cut { useful });
                 }
             };
-            let (mut changed, mut wrong) = (false, None);
-            let mut rest = &bytes[..];
-            while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
-                let (line, behind) = (&rest[..end], &rest[end + 1..]);
-                rest = behind;
-                let line = if held.is_empty() {
-                    line
-                } else {
-                    held.extend_from_slice(line);
-                    &held
-                };
-                match self.event(line, version) {
-                    Ok(change) => changed |= change,
-                    Err(failure) => {
-                        wrong = Some(failure);
-                        break;
-                    }
-                }
-                held.clear();
-                useful = true;
-            }
-            held.extend_from_slice(rest);
+            let events = self.events(&bytes, &mut incomplete, version);
+            useful |= events.count > 0;
             let revision = Revision(version.parse().unwrap_or_default());
             self.api.confirm(Some(revision));
-            if changed {
+            if events.have_changed {
                 self.publish(revision);
             } else {
                 self.unchanged(revision);
             }
-            // Earlier events in the same part are published first.
-            if let Some(failure) = wrong {
+            // Earlier events in the same part were published first.
+            if let Some(failure) = events.failure {
                 return self.interrupted(failure);
             }
         }
     }
 
+    /// Applies the events in a part of a watch. `incomplete` has the bytes of an event that began
+    /// in an earlier part, and gets the bytes of an event that is not complete.
+    fn events(&mut self, bytes: &[u8], incomplete: &mut Vec<u8>, version: &mut String) -> Events {
+        let mut events = Events::default();
+        let mut rest = bytes;
+        while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+            let outcome = if incomplete.is_empty() {
+                // Usually a line needs no copy.
+                self.event(&rest[..end], version)
+            } else {
+                incomplete.extend_from_slice(&rest[..end]);
+                self.event(incomplete, version)
+            };
+            rest = &rest[end + 1..];
+            incomplete.clear();
+            match outcome {
+                Ok(has_changed) => events.have_changed |= has_changed,
+                Err(failure) => {
+                    events.failure = Some(failure);
+                    return events;
+                }
+            }
+            events.count += 1;
+        }
+        incomplete.extend_from_slice(rest);
+        events
+    }
+
     /// Ends the watch because of an event.
-    fn interrupted(&self, failure: Failure) -> Result<Watched, Failure> {
+    fn interrupted(&self, failure: Failure) -> Result<WatchEnd, Failure> {
         match failure {
-            Failure::Gone => Ok(Watched::Gone),
+            Failure::Gone => Ok(WatchEnd::Gone),
             failure => {
                 self.api.failed("watch", &failure);
                 Err(failure)
@@ -249,16 +272,13 @@ impl Following {
         let changed = match &*kind {
             "ADDED" | "MODIFIED" => {
                 if object.metadata.name == self.own {
-                    let own = self.read_options.own(&object);
-                    self.own_node
-                        .send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
+                    self.set_own(self.read_options.own(&object));
                 }
                 self.nodes.put(&object)
             }
             "DELETED" => {
                 if object.metadata.name == self.own {
-                    self.own_node
-                        .send_if_modified(|now| std::mem::replace(now, Own::Gone) != Own::Gone);
+                    self.set_own(Own::Gone);
                 }
                 self.nodes.remove(&object.metadata.name)
             }
@@ -277,10 +297,13 @@ impl Following {
     }
 }
 
-/// Waits until this time; for ever without one.
-async fn until(time: Option<Instant>) {
-    match time {
-        Some(time) => sleep_until(time).await,
-        None => std::future::pending().await,
-    }
+/// The events in a part of a watch.
+#[derive(Default)]
+struct Events {
+    /// The number of events and bookmarks that were applied.
+    count: usize,
+    /// A lease may have changed.
+    have_changed: bool,
+    /// Why the last event could not be applied. The rest of the part is not read.
+    failure: Option<Failure>,
 }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::logging::Seldom;
+use flannel_core::runtime::or_never;
 use flannel_core::subnet::Readiness;
 use flannel_core::{Error, Result};
 use k8s_openapi::api::core::v1::NodeCondition;
@@ -24,8 +25,8 @@ use crate::api::pause::Pause;
 use crate::follow::Own;
 use crate::node::{CONDITION, Node};
 
-/// The time for which a network must not be ready before the condition says so. After an outage of
-/// the API server the first report of a daemon that was restarted may be old.
+/// How long a network must not be ready before the condition says so. After an outage of the API
+/// server the first report of a daemon that was restarted may be old.
 const SETTLE: Duration = Duration::from_secs(2);
 
 /// The desired condition.
@@ -41,7 +42,7 @@ impl Desired {
         Self { status: "True", reason: "FlannelIsDown", message: message.to_owned() }
     }
 
-    /// `None`: the condition is not changed.
+    /// The condition that shows this readiness, or `None` if the condition is not to be changed.
     fn of(readiness: &Readiness) -> Option<Self> {
         match readiness {
             Readiness::Ready => Some(Self {
@@ -84,15 +85,9 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
         let desired = readiness.borrow_and_update().as_ref().and_then(Desired::of);
         let followed = own.borrow_and_update().clone();
         let node = if let Own::Here(node) = &followed { Some(&**node) } else { None };
-        let again = keeper.look(desired, node).await;
-        let retry = async {
-            match again {
-                Some(pause) => tokio::time::sleep(pause).await,
-                None => std::future::pending().await,
-            }
-        };
+        let pause = keeper.look(desired, node).await;
         tokio::select! {
-            () = retry => {}
+            () = or_never(pause.map(tokio::time::sleep)) => {}
             changed = readiness.changed() => if changed.is_err() {
                 // The manager was dropped, and no report will follow.
                 std::future::pending::<()>().await;
@@ -106,13 +101,13 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
     }
 }
 
-/// When the condition of a node that is followed was to become true.
+/// Since when the condition of the followed node is false, although the network is not ready.
 #[derive(Debug, Default)]
 struct Settling(Option<Instant>);
 
 impl Settling {
-    /// The time to wait before the condition may be written; `None`: none. `becomes_true`: it is
-    /// false, and the network is not ready.
+    /// The time to wait before the condition may be written, or `None`. `becomes_true` says that
+    /// the condition is false, and the network is not ready.
     fn left(&mut self, becomes_true: bool, now: Instant) -> Option<Duration> {
         if !becomes_true {
             self.0 = None;
@@ -128,24 +123,30 @@ struct Keeper {
     shared: Arc<Shared>,
     pause: Pause,
     settling: Settling,
-    /// The condition that was in place.
+    /// The condition that the node had last.
     placed: Option<Desired>,
     begin: Instant,
-    /// Lines about changes by other writers.
+    /// Log lines: another writer changed the condition.
     changes: Seldom,
-    /// The outage has its line.
-    logged: bool,
+    /// The log has a line about the present outage.
+    is_outage_logged: bool,
 }
 
 impl Keeper {
     fn new(shared: Arc<Shared>) -> Self {
-        let (pause, begin, changes) = (Pause::new(), Instant::now(), Seldom::default());
-        let settling = Settling::default();
-        Self { shared, pause, settling, placed: None, begin, changes, logged: false }
+        Self {
+            shared,
+            pause: Pause::new(),
+            settling: Settling::default(),
+            placed: None,
+            begin: Instant::now(),
+            changes: Seldom::default(),
+            is_outage_logged: false,
+        }
     }
 
-    /// Writes the condition if the node, as it was followed, has another one. Returns when to look
-    /// again.
+    /// Writes the condition if the followed node has another one. Returns the pause after which to
+    /// look again, or `None` if only a change can require a write.
     async fn look(&mut self, desired: Option<Desired>, node: Option<&Node>) -> Option<Duration> {
         let condition = node.and_then(|node| node.condition.as_ref());
         let becomes_true = desired.as_ref().is_some_and(|desired| desired.status == "True")
@@ -153,7 +154,8 @@ impl Keeper {
         if let Some(wait) = self.settling.left(becomes_true, Instant::now()) {
             return Some(wait);
         }
-        let (desired, node) = (desired?, node?);
+        let desired = desired?;
+        let node = node?;
         if desired.is_in(node) {
             self.pause.reset();
             self.placed = Some(desired);
@@ -161,7 +163,7 @@ impl Keeper {
         }
         match self.shared.write_condition(&desired).await {
             Ok(written) => {
-                self.logged = false;
+                self.is_outage_logged = false;
                 if written {
                     self.log(&desired, &node.name);
                     // Two writers of different values must not write at full speed.
@@ -171,7 +173,7 @@ impl Keeper {
                 None
             }
             Err(error) => {
-                if !std::mem::replace(&mut self.logged, true) {
+                if !std::mem::replace(&mut self.is_outage_logged, true) {
                     tracing::warn!(
                         condition = %CONDITION,
                         %error,
@@ -200,22 +202,23 @@ impl Shared {
     /// earlier boot may have left it. An absent condition stays absent.
     ///
     /// # Errors
-    /// The node cannot be read, or its status cannot be written. A refusal is not an error: it is
-    /// reported at the next write of the condition, and the node gets its network.
+    /// The node cannot be read, or its status cannot be written. A refusal is not an error, so that
+    /// the node gets its network. The next write of the condition reports it.
     pub(crate) async fn withdraw_condition(&self) -> Result<()> {
-        let desired = Desired::unavailable("flannel has only just been started");
-        let withdraw = async || {
-            let (node, _) = self.own_node().await?;
-            if node.condition.as_ref().is_some_and(|condition| condition.status == "False") {
-                self.set_condition(&node, &desired).await?;
-                desired.log_as_set(&node.name);
-            }
-            Ok(())
-        };
-        match withdraw().await {
+        match self.set_false_condition_to_true().await {
             Err(Error::Refused { .. }) => Ok(()),
-            withdrawn => withdrawn,
+            outcome => outcome,
         }
+    }
+
+    async fn set_false_condition_to_true(&self) -> Result<()> {
+        let (node, _) = self.own_node().await?;
+        if node.condition.as_ref().is_some_and(|condition| condition.status == "False") {
+            let desired = Desired::unavailable("flannel has only just been started");
+            self.set_condition(&node, &desired).await?;
+            desired.log_as_set(&node.name);
+        }
+        Ok(())
     }
 
     /// Waits until this node is followed, and returns its followed state.
@@ -265,13 +268,17 @@ mod tests {
 
     #[test]
     fn a_condition_becomes_true_after_two_seconds_without_a_pause() {
-        let (mut settling, begin) = (Settling::default(), Instant::now());
+        let mut settling = Settling::default();
+        let begin = Instant::now();
         let mut left = |becomes_true, at| {
             let left = settling.left(becomes_true, begin + Duration::from_secs(at));
             left.map(|left| left.as_secs())
         };
-        assert_eq!((left(true, 9), left(true, 10)), (Some(2), Some(1)));
-        assert_eq!((left(false, 10), left(true, 11)), (None, Some(2)));
-        assert_eq!((left(true, 13), left(true, 14)), (None, None));
+        assert_eq!(left(true, 9), Some(2));
+        assert_eq!(left(true, 10), Some(1));
+        assert_eq!(left(false, 10), None);
+        assert_eq!(left(true, 11), Some(2));
+        assert_eq!(left(true, 13), None);
+        assert_eq!(left(true, 14), None);
     }
 }

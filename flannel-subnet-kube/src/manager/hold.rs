@@ -1,4 +1,4 @@
-//! Keeping the lease: its annotations stay published, and other PodCIDRs move it.
+//! Keeps the lease: publishes its annotations again, and notices other PodCIDRs.
 //!
 //! The followed view may be late, so on a difference the node itself is read. A deleted node may be
 //! created again, and a node with unusable PodCIDRs may get others. The network stays until then.
@@ -19,9 +19,10 @@ use crate::follow::Own;
 use crate::node::Node;
 use crate::node::annotations::{Values, desired, has};
 
-/// The time without a foreign write after which the next one is a new conflict.
+/// The time without a foreign write after which the next foreign write is a new conflict.
 const QUIET: Duration = Duration::from_secs(60);
-/// The number of restorations of a conflict with a line each. Later ones share a line an hour.
+/// The number of restorations of a conflict that have a log line each. Later restorations share one
+/// line per hour.
 const LINES: u32 = 5;
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -31,11 +32,17 @@ struct Conflict {
     pause: Pause,
     /// When annotations were last restored.
     last: Option<Instant>,
-    /// When a restoration was last logged, and the number of such lines in this conflict.
+    /// When a restoration was last logged.
     logged: Option<Instant>,
+    /// The number of log lines in this conflict.
     lines: u32,
     /// The number of restorations so far.
     restored: u64,
+}
+
+/// Whether `time` has passed since `at`, or `at` is `None`.
+fn has_passed(at: Option<Instant>, time: Duration) -> bool {
+    at.is_none_or(|at| at.elapsed() >= time)
 }
 
 impl Conflict {
@@ -45,17 +52,17 @@ impl Conflict {
 
     /// Notes that annotations will be restored. Returns whether this is to be logged.
     fn begins(&mut self) -> bool {
-        let since = |at: Option<Instant>, time| at.is_none_or(|at: Instant| at.elapsed() >= time);
-        if since(self.last, QUIET) {
+        if has_passed(self.last, QUIET) {
             self.pause.reset();
             self.lines = 0;
         }
         self.last = Some(Instant::now());
-        let log = self.lines < LINES || since(self.logged, HOUR);
-        if log {
-            (self.logged, self.lines) = (self.last, self.lines + 1);
+        let is_logged = self.lines < LINES || has_passed(self.logged, HOUR);
+        if is_logged {
+            self.logged = self.last;
+            self.lines += 1;
         }
-        log
+        is_logged
     }
 
     /// Counts a restoration, and waits.
@@ -71,14 +78,16 @@ impl Shared {
     pub(crate) async fn hold(&self, held: &Lease) -> Result<LeaseEnd> {
         let mut own = self.follow_own().await?;
         let families: Vec<Family> = held.subnets.iter().map(|subnet| subnet.family()).collect();
-        let (mut pause, mut logged) = (Pause::new(), false);
+        let mut pause = Pause::new();
+        let mut is_logged = false;
         let mut conflict = Conflict::new();
         loop {
             let followed = own.borrow_and_update().clone();
             match self.evaluate(followed, held, &families, &mut conflict).await {
                 Ok(Some(end)) => return Ok(end),
                 Ok(None) => {
-                    (logged, _) = (false, pause.reset());
+                    is_logged = false;
+                    pause.reset();
                     if own.changed().await.is_err() {
                         // A new follower was started.
                         sleep(pause.next()).await;
@@ -86,7 +95,7 @@ impl Shared {
                     }
                 }
                 Err(error) => {
-                    if !std::mem::replace(&mut logged, true) {
+                    if !std::mem::replace(&mut is_logged, true) {
                         tracing::warn!(
                             subnets = %held.subnets, %error,
                             "this node cannot be read, or its annotations cannot be restored, \
@@ -114,13 +123,9 @@ impl Shared {
         families: &[Family],
         conflict: &mut Conflict,
     ) -> Result<Option<LeaseEnd>> {
-        let holds = |own: &Own| match own {
-            Own::Here(node) => node.subnets(families) == Ok(Some(held.subnets)),
-            _ => false,
-        };
         let now = match followed {
             Own::Unknown => return Ok(None),
-            followed if holds(&followed) => followed,
+            Own::Here(node) if node.subnets(families) == Ok(Some(held.subnets)) => Own::Here(node),
             followed => self.confirm(followed).await?,
         };
         match &now {
@@ -151,7 +156,7 @@ impl Shared {
         match self.own_node().await {
             Ok((node, _)) => Ok(Own::Here(Arc::new(node))),
             Err(Error::NotReady { reason, .. }) => Ok(match followed {
-                // The same reason, shorter.
+                // It has the same reason in fewer words.
                 Own::Gone | Own::Wrong(_) => followed,
                 Own::Unknown | Own::Here(_) => Own::Wrong(reason),
             }),
@@ -168,13 +173,13 @@ impl Shared {
         // The followed view may be older than our own write.
         let (node, _) = self.own_node().await?;
         let published = lock(&self.published).clone();
-        // If a published value is unchanged, the desired value is new.
-        let untouched =
-            |name: &str| published.get(name).is_some_and(|text| has(&node.values, name, text));
-        let (new, touched): (Values, Values) =
-            missing(&node).into_iter().partition(|(name, _)| untouched(name));
-        if !touched.is_empty() && conflict.begins() {
-            let names: Vec<&str> = touched.keys().map(|name| &**name).collect();
+        // If the value that this node published is unchanged, the desired value is new. Otherwise
+        // another writer has changed it.
+        let (new, changed): (Values, Values) = missing(&node).into_iter().partition(|(name, _)| {
+            published.get(name).is_some_and(|text| has(&node.values, name, text))
+        });
+        if !changed.is_empty() && conflict.begins() {
+            let names: Vec<&str> = changed.keys().map(|name| &**name).collect();
             tracing::warn!(
                 node = %node.name,
                 annotations = %names.join(", "),
@@ -191,7 +196,7 @@ impl Shared {
                 "an annotation has a new value"
             );
         }
-        if !touched.is_empty() {
+        if !changed.is_empty() {
             conflict.pause().await;
         }
         Ok(())
@@ -230,7 +235,8 @@ mod tests {
     async fn a_conflict_slows_down_and_is_a_new_one_after_a_minute_without_writes() {
         let mut conflict = Conflict::new();
         for _ in 0..2 {
-            let (begin, mut rounds) = (Instant::now(), 0);
+            let begin = Instant::now();
+            let mut rounds = 0;
             while begin.elapsed() < Duration::from_secs(3) {
                 assert_eq!(conflict.begins(), rounds < LINES, "the first ones are logged");
                 conflict.pause().await;
@@ -243,7 +249,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_lasting_conflict_is_logged_once_an_hour_with_the_number_of_restorations() {
-        let (mut conflict, begin) = (Conflict::new(), Instant::now());
+        let mut conflict = Conflict::new();
+        let begin = Instant::now();
         let mut logged = Vec::new();
         while begin.elapsed() < 3 * HOUR - QUIET {
             if conflict.begins() {

@@ -1,7 +1,7 @@
 //! This node: its name, its latest object, and the writes to it.
 //!
-//! The node is read with a request for it alone, which returns the latest version. The followed
-//! view may be older.
+//! The node is read with a request for this node alone, which returns the latest version. The
+//! followed view may be older.
 
 use std::net::IpAddr;
 
@@ -23,11 +23,13 @@ use crate::options::NodeIdentity;
 impl Shared {
     /// This node's name. If only the pod is known, the name is read from the pod.
     pub(crate) async fn name(&self) -> Result<&str> {
-        let name = self.name.get_or_try_init(async || match &self.options.identity {
-            NodeIdentity::Node(name) => Ok(name.clone()),
-            NodeIdentity::Pod { namespace, name } => self.node_of(namespace, name).await,
-        });
-        name.await.map(String::as_str)
+        self.name
+            .get_or_try_init(async || match &self.options.identity {
+                NodeIdentity::Node(name) => Ok(name.clone()),
+                NodeIdentity::Pod { namespace, name } => self.node_of(namespace, name).await,
+            })
+            .await
+            .map(String::as_str)
     }
 
     async fn node_of(&self, namespace: &str, name: &str) -> Result<String> {
@@ -56,16 +58,15 @@ impl Shared {
     }
 
     fn unreadable(&self, call: &Call, error: &serde_json::Error) -> Error {
-        let source =
-            format!("{} {}: the answer cannot be read: {error}", call.verb, call.resource).into();
-        Error::Store { store: self.api.name().to_owned(), source }
+        let reason = format!("{} {}: the answer cannot be read: {error}", call.verb, call.resource);
+        Error::Store { store: self.api.name().to_owned(), source: reason.into() }
     }
 
     pub(crate) fn not_ready(&self, reason: String) -> Error {
         Error::NotReady { store: self.api.name().to_owned(), reason }
     }
 
-    /// The present state of this node.
+    /// The present state and version of this node.
     pub(crate) async fn own_node(&self) -> Result<(Node, Revision)> {
         let name = self.name().await?;
         let call = Call {
@@ -87,9 +88,9 @@ impl Shared {
     fn read_node(&self, call: &Call, bytes: &[u8]) -> Result<(Node, Revision)> {
         let wire: Wire<'_> =
             serde_json::from_slice(bytes).map_err(|error| self.unreadable(call, &error))?;
-        let node = wire.node(&self.options.prefix);
-        let node =
-            node.map_err(|wrong| self.not_ready(format!("node {}: {wrong}", wire.metadata.name)))?;
+        let node = wire
+            .node(&self.options.prefix)
+            .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", wire.metadata.name)))?;
         Ok((node, wire.revision()))
     }
 
@@ -108,7 +109,7 @@ impl Shared {
             .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))
     }
 
-    /// Like [`Self::subnets_of`], with an error without the node's name.
+    /// The subnets as [`Self::subnets_of`] returns them. The error does not have the node's name.
     pub(crate) fn fitting(
         &self,
         node: &Node,
@@ -128,8 +129,9 @@ impl Shared {
         let subnets =
             subnets.expect("a config enables a family, and the node has a subnet of each");
         for subnet in subnets.iter() {
-            let network = config.networks[subnet.family()].map(|network| network.network);
-            if let Some(network) = network.filter(|network| !network.covers(&subnet)) {
+            if let Some(network) = config.networks[subnet.family()].map(|network| network.network)
+                && !network.covers(&subnet)
+            {
                 return Err(format!(
                     "its PodCIDR {subnet} lies outside the pod network {network} of {}: \
                      expected the same network there and in kube-controller-manager's \
@@ -181,10 +183,10 @@ impl Shared {
             let annotations: serde_json::Map<String, serde_json::Value> = missing
                 .iter()
                 .map(|(name, value)| {
+                    let is_removed = value.is_empty() && **name == *OTHER_OFFERS;
                     // `null` removes an annotation.
-                    let value =
-                        Some(value).filter(|value| !value.is_empty() || **name != *OTHER_OFFERS);
-                    (format!("{prefix}{name}"), json!(value))
+                    let value = if is_removed { serde_json::Value::Null } else { json!(value) };
+                    (format!("{prefix}{name}"), value)
                 })
                 .collect();
             let (_, revision) =
@@ -196,7 +198,7 @@ impl Shared {
     }
 
     /// The lease of a node with these attributes as peers read it, but with the node's own
-    /// addresses, because an operator may withdraw the prescribed ones.
+    /// addresses, because an operator may withdraw the addresses that replace them.
     pub(crate) fn lease_of(
         &self,
         node: &Node,
@@ -205,8 +207,8 @@ impl Shared {
         revision: Revision,
     ) -> Lease {
         let families: Vec<Family> = subnets.iter().map(|subnet| subnet.family()).collect();
-        let (attrs, _) = read(&desired(attrs, &Values::new()), &families, &self.options.prefix);
-        Lease { subnets, attrs, expires: None, since: Revision(node.created), revision }
+        let read = read(&desired(attrs, &Values::new()), &families, &self.options.prefix);
+        Lease { subnets, attrs: read.attrs, expires: None, since: Revision(node.created), revision }
     }
 }
 

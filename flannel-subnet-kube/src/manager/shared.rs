@@ -1,4 +1,4 @@
-//! The state of a manager: its connection, config, lease, and followed nodes.
+//! What a manager shares with its tasks: its connection, config, lease, and followed nodes.
 
 use std::io::ErrorKind;
 use std::net::IpAddr;
@@ -15,11 +15,11 @@ use tokio::sync::{OnceCell, watch};
 use super::wait::Obstacle;
 use crate::api::{Api, Source};
 use crate::follow::{Follower, Own, ReadOptions};
-use crate::node::Node;
 use crate::node::annotations::{Values, overwrites};
+use crate::node::{Node, NodeLease};
 use crate::options::KubeOptions;
 
-/// The state that a [`KubeManager`](crate::KubeManager) shares with its tasks.
+/// What a [`KubeManager`](crate::KubeManager) shares with its tasks.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) api: Arc<Api>,
@@ -38,7 +38,8 @@ pub(crate) struct Shared {
     pub(crate) wrong_config: Mutex<Option<String>>,
     /// Whether this node has its lease.
     pub(crate) ownership: watch::Sender<Ownership>,
-    /// The desired condition of the node; `None`: the condition is not changed.
+    /// The readiness that was reported last. Before the first report the node's condition is not
+    /// changed.
     pub(crate) readiness: watch::Sender<Option<Readiness>>,
 }
 
@@ -50,8 +51,15 @@ pub(crate) struct Held {
     pub(crate) config: Config,
     /// The addresses that the node prescribed.
     pub(crate) prescribed: Dual<IpAddr>,
-    /// The addresses that are published instead of those of the lease.
+    /// The addresses that are published instead of the addresses of the lease.
     pub(crate) advertised: Dual<IpAddr>,
+}
+
+/// What a node must have for a lease.
+pub(crate) struct Terms {
+    /// The addresses that the node prescribes.
+    prescribed: Dual<IpAddr>,
+    subnets: Subnets,
 }
 
 impl Held {
@@ -68,10 +76,10 @@ impl Held {
 }
 
 impl Shared {
-    /// The state of a new manager. Sends no request.
+    /// Prepares a new manager. Sends no request.
     ///
     /// # Errors
-    /// [`Error::Refused`]: the options do not lead to an API server, or a file is wrong.
+    /// [`Error::Refused`] if the options do not lead to an API server, or a file is wrong.
     pub(crate) async fn open(options: KubeOptions) -> Result<Self> {
         let source = Source {
             url: options.api_url.clone(),
@@ -98,7 +106,7 @@ impl Shared {
         lock(&self.held).clone()
     }
 
-    /// The config that was returned last, else the present one.
+    /// The config that was returned last, else the present config.
     pub(crate) async fn config(&self) -> Result<Config> {
         let handed_out = lock(&self.handed_out).clone();
         match handed_out {
@@ -138,15 +146,15 @@ impl Shared {
     pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
         let name = self.name().await?.to_owned();
         let config = self.settled().await?;
-        let mut follower = lock(&self.follower);
         let read_options = ReadOptions {
             prefix: self.options.prefix.clone(),
             families: config.networks.families().collect(),
         };
-        if let Some(follower) = follower
+        let mut follower = lock(&self.follower);
+        let usable = follower
             .as_ref()
-            .filter(|follower| follower.read_options == read_options && follower.lives())
-        {
+            .filter(|follower| follower.read_options == read_options && follower.is_running());
+        if let Some(follower) = usable {
             return Ok(look(follower));
         }
         Ok(look(follower.insert(Follower::start(Arc::clone(&self.api), read_options, name))))
@@ -157,7 +165,7 @@ impl Shared {
         let (node, _) = self.own_node().await?;
         let families: Vec<Family> = self.config().await?.networks.families().collect();
         let prefix = &self.options.prefix;
-        let (lease, _) = node.lease(Revision::default(), &families, prefix);
+        let NodeLease { lease, .. } = node.lease(Revision::default(), &families, prefix);
         Ok(Hints {
             public: self.prescribed(&node)?,
             advertised: overwrites(&node.values, &families, prefix),
@@ -170,7 +178,7 @@ impl Shared {
     /// Makes a lease from the present state of this node.
     pub(crate) async fn take(&self, config: Config, attrs: &LeaseAttrs) -> Result<Held> {
         let (node, read) = self.own_node().await?;
-        let (prescribed, subnets) = self.terms(&node, &config)?;
+        let Terms { prescribed, subnets } = self.terms(&node, &config)?;
         let families: Vec<Family> = config.networks.families().collect();
         let advertised = overwrites(&node.values, &families, &self.options.prefix);
         let written = self.annotate(&node, attrs).await?;
@@ -178,16 +186,16 @@ impl Shared {
         Ok(Held { lease, config, prescribed, advertised })
     }
 
-    /// The addresses that this node prescribes, and its subnets.
+    /// What this node has for a lease.
     ///
     /// # Errors
-    /// [`Error::NotReady`]: the node lacks something for a lease, or has a wrong value.
-    pub(crate) fn terms(&self, node: &Node, config: &Config) -> Result<(Dual<IpAddr>, Subnets)> {
+    /// [`Error::NotReady`] if the node lacks something for a lease, or has a wrong value.
+    pub(crate) fn terms(&self, node: &Node, config: &Config) -> Result<Terms> {
         let prescribed = self.prescribed(node)?;
         let subnets = self.subnets_of(node, config)?;
         let families: Vec<Family> = config.networks.families().collect();
         self.check_overwrites(node, &families)?;
-        Ok((prescribed, subnets))
+        Ok(Terms { prescribed, subnets })
     }
 
     /// This node as followed, always the latest.

@@ -1,8 +1,8 @@
-//! The wait for what this node needs before it can have a lease, such as a PodCIDR.
+//! Waits for what this node needs before it can have a lease, such as a PodCIDR.
 //!
 //! An attempt fails at once, so that its caller can report the reason. The next attempt begins when
-//! the followed node shows that the reason has passed or changed. The watch may be late or broken,
-//! so it also begins after a growing pause.
+//! the followed node shows that the reason has passed or changed. Because the watch may be late or
+//! broken, it also begins after a growing pause.
 
 use std::time::Duration;
 
@@ -43,7 +43,18 @@ impl Shared {
         step
     }
 
-    /// Whether this node, as followed, no longer has the obstacle `reason`.
+    /// Waits until the followed node no longer has the obstacle `reason`. If the node cannot be
+    /// followed, it never returns.
+    async fn obstacle_is_past(&self, config: &Config, reason: &str) {
+        if let Ok(mut own) = self.follow_own().await
+            && own.wait_for(|own| self.is_past(own, config, reason)).await.is_ok()
+        {
+            return;
+        }
+        std::future::pending::<()>().await;
+    }
+
+    /// Whether the followed node no longer has the obstacle `reason`.
     fn is_past(&self, own: &Own, config: &Config, reason: &str) -> bool {
         let Own::Here(node) = own else { return false };
         match self.terms(node, config) {
@@ -62,17 +73,10 @@ impl KubeManager {
         let config = lock(&shared.handed_out).clone();
         let (Some(reason), Some(config)) = (reason, config) else { return };
         let pause = lock(&shared.obstacle).pause.next();
-        let past = async {
-            if let Ok(mut own) = shared.follow_own().await {
-                let shown = own.wait_for(|own| shared.is_past(own, &config, &reason)).await.is_ok();
-                if shown {
-                    return;
-                }
-            }
-            std::future::pending::<()>().await;
-        };
         tokio::select! {
-            () = past => lock(&shared.obstacle).pause.reset(),
+            () = shared.obstacle_is_past(&config, &reason) => {
+                lock(&shared.obstacle).pause.reset();
+            }
             _ = self.config_changed(&config) => {}
             () = sleep(pause) => {}
         }
@@ -101,7 +105,8 @@ mod tests {
 
     /// A server with the node `me`, and a manager whose waits have pauses of this length.
     async fn cluster(pause: Duration, node: Value) -> (ApiServer, tempfile::TempDir, KubeManager) {
-        let (server, dir) = (ApiServer::new(), tempfile::tempdir().unwrap());
+        let server = ApiServer::new();
+        let dir = tempfile::tempdir().unwrap();
         server.put_node("me", node);
         let mut options = KubeOptions::new(NodeIdentity::Node("me".to_owned()));
         options.api_url = Some(server.url());

@@ -1,7 +1,7 @@
 //! The names of flannel's annotations, and the attributes of a lease in them.
 //!
-//! Go flannel compares values as text. So each value has one form here, and backend data has a
-//! second one, which makes Go flannel notice a change.
+//! Go flannel compares values as text. So each value has one form here. Only backend data has a
+//! second form, which makes Go flannel notice a change.
 //!
 //! **Source**: flannel `pkg/subnet/kube/annotations.go: newAnnotations`, `kube.go: AcquireLease`.
 
@@ -17,7 +17,8 @@ use super::prefix::Prefix;
 /// A node runs flannel if this annotation is "true".
 pub(crate) const MANAGED: &str = "kube-subnet-manager";
 pub(crate) const BACKEND_TYPE: &str = "backend-type";
-/// The further offers of the lease as JSON. Go flannel ignores it. A node with one offer has none.
+/// The further offers of the lease as JSON. Go flannel ignores it. A node with one offer does not
+/// have this annotation.
 pub(crate) const OTHER_OFFERS: &str = "other-offers";
 
 /// The names of one family, without the prefix.
@@ -26,9 +27,9 @@ pub(crate) struct Names {
     pub(crate) data: &'static str,
     /// The address to which peers send packets.
     pub(crate) public: &'static str,
-    /// Set by an operator: the address to publish instead of the node's own.
+    /// An operator sets the address to publish instead of the node's own address.
     pub(crate) overwrite: &'static str,
-    /// Set by an operator: like `--public-ip`.
+    /// An operator sets the node's own address, as with `--public-ip`.
     pub(crate) node: &'static str,
     /// The text for "no address".
     none: &'static str,
@@ -60,27 +61,32 @@ pub(crate) const fn names(family: Family) -> Names {
 /// The values of flannel's annotations, by their names without the prefix.
 pub(crate) type Values = BTreeMap<Box<str>, Box<str>>;
 
-/// Whether an annotation is one that flannel reads. Others below the prefix are not even kept.
+/// Whether flannel reads an annotation. Other annotations with the prefix are not even kept.
 pub(crate) fn is_read(name: &str) -> bool {
-    let of_family = |family: &Family| {
-        let names = names(*family);
-        [names.data, names.public, names.overwrite, names.node].contains(&name)
-    };
-    [MANAGED, BACKEND_TYPE, OTHER_OFFERS].contains(&name) || Family::BOTH.iter().any(of_family)
+    [MANAGED, BACKEND_TYPE, OTHER_OFFERS].contains(&name)
+        || Family::BOTH.into_iter().any(|family| {
+            let names = names(family);
+            [names.data, names.public, names.overwrite, names.node].contains(&name)
+        })
 }
 
 /// The number of bytes of the annotations that make the lease of a node, for these families. Other
 /// annotations of the node do not count.
 pub(crate) fn size(values: &Values, families: &[Family]) -> usize {
-    let of_family = families.iter().flat_map(|family| {
+    let of_families = families.iter().flat_map(|family| {
         let names = names(*family);
         [names.data, names.public]
     });
-    let all = [BACKEND_TYPE, OTHER_OFFERS].into_iter().chain(of_family);
-    all.filter_map(|name| values.get(name)).map(|value| value.len()).sum()
+    [BACKEND_TYPE, OTHER_OFFERS]
+        .into_iter()
+        .chain(of_families)
+        .filter_map(|name| values.get(name))
+        .map(|value| value.len())
+        .sum()
 }
 
-/// The annotations for these attributes on a node that has `present`: those that Go flannel writes.
+/// The annotations for these attributes on a node that has `present`. They are the annotations that
+/// Go flannel writes.
 ///
 /// The IPv4 pair is always written, except by `vxlan` without IPv4. The IPv6 pair is written by
 /// `vxlan` and `wireguard` if they have data for it, and by `host-gw` and `extension` if they have
@@ -90,39 +96,52 @@ pub(crate) fn desired(attrs: &LeaseAttrs, present: &Values) -> Values {
     let mut put = |name: &str, value: &str| values.insert(name.into(), value.into());
     put(MANAGED, "true");
     put(BACKEND_TYPE, &attrs.preferred.kind);
-    // A text that is not an address is ignored.
-    let overwrite = |family| {
-        let text = present.get(names(family).overwrite)?;
-        Some((text, parse(text, family)?))
-    };
-    let replaced = |offer: &Offer| {
-        let public = |family, own: &IpAddr| overwrite(family).map_or(*own, |(_, address)| address);
-        Offer { public: offer.public.map(public), ..offer.clone() }
-    };
-    let others: Vec<Offer> = attrs.others.iter().map(replaced).collect();
+    let others: Vec<Offer> =
+        attrs.others.iter().map(|offer| with_overwrites(offer, present)).collect();
     if !others.is_empty() {
         put(OTHER_OFFERS, &Offer::list_to_json(&others));
     } else if present.contains_key(OTHER_OFFERS) {
         put(OTHER_OFFERS, "");
     }
     for family in Family::BOTH {
-        let (data, public) =
-            (attrs.preferred.data[family].as_deref(), attrs.preferred.public[family]);
-        let written = match (family, &*attrs.preferred.kind) {
+        let data = attrs.preferred.data[family].as_deref();
+        let public = attrs.preferred.public[family];
+        let is_written = match (family, &*attrs.preferred.kind) {
             (_, "vxlan") => data.is_some(),
             (Family::V4, _) => true,
             (Family::V6, "wireguard") => data.is_some() && public.is_some(),
             (Family::V6, "host-gw" | "extension") => public.is_some(),
             (Family::V6, _) => false,
         };
-        if written {
+        if is_written {
             let names = names(family);
-            let own = public.map_or_else(|| names.none.to_owned(), |address| address.to_string());
             put(names.data, data.unwrap_or("null"));
-            put(names.public, overwrite(family).map_or(&own, |(text, _)| text));
+            let own = public.map_or_else(|| names.none.to_owned(), |address| address.to_string());
+            // The text of the operator is copied, because Go flannel does so.
+            put(names.public, overwrite(present, family).map_or(&own, |given| given.text));
         }
     }
     values
+}
+
+/// An address that an operator set, to be published instead of the node's own address.
+struct Overwrite<'a> {
+    text: &'a str,
+    address: IpAddr,
+}
+
+/// The address that an operator set. A text that is not an address is ignored.
+fn overwrite(present: &Values, family: Family) -> Option<Overwrite<'_>> {
+    let text: &str = present.get(names(family).overwrite)?;
+    Some(Overwrite { text, address: parse(text, family)? })
+}
+
+/// An offer with the addresses that an operator set.
+fn with_overwrites(offer: &Offer, present: &Values) -> Offer {
+    let public = offer
+        .public
+        .map(|family, own: &IpAddr| overwrite(present, family).map_or(*own, |given| given.address));
+    Offer { public, ..offer.clone() }
 }
 
 /// Whether an annotation has this value, in either of the two forms of data; see [`reworded`].
@@ -134,7 +153,8 @@ pub(crate) fn has(present: &Values, name: &str, desired: &str) -> bool {
     })
 }
 
-/// The annotation that must be written in addition, so that Go flannel's nodes notice the change.
+/// The name and the value of an annotation that must be written in addition, so that Go flannel's
+/// nodes notice the change.
 ///
 /// In dual stack Go flannel notices a change only if texts of both families change. If one family
 /// has no change, its data gets its other form, with or without a leading space. The space must not
@@ -158,56 +178,91 @@ pub(crate) fn reworded(
         _ => return None,
     };
     let name = names(unchanged).data;
-    let (data, text) = (desired.get(name)?, present.get(name)?);
-    Some((name.into(), if text == data { format!(" {data}").into() } else { data.clone() }))
+    let data = desired.get(name)?;
+    let other_form =
+        if present.get(name)? == data { format!(" {data}").into() } else { data.clone() };
+    Some((name.into(), other_form))
 }
 
-/// The attributes in the annotations, for these families, and the errors. An error of one family
-/// does not affect the other.
-pub(crate) fn read(
+/// The attributes that were read from annotations.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct ReadAttrs {
+    pub(crate) attrs: LeaseAttrs,
+    /// What is wrong with the annotations.
+    pub(crate) problems: Vec<String>,
+}
+
+/// The attributes in the annotations, for these families. An error of one family does not affect
+/// the other family.
+pub(crate) fn read(values: &Values, families: &[Family], prefix: &Prefix) -> ReadAttrs {
+    let mut problems = Vec::new();
+    let mut preferred = Offer { kind: shared_name(text(values, BACKEND_TYPE)), ..Offer::default() };
+    for family in families {
+        match address(values, names(*family).public, *family, prefix) {
+            Ok(address) => preferred.public[*family] = address,
+            Err(problem) => problems.push(problem),
+        }
+    }
+    for family in Family::BOTH.into_iter().filter(|family| families.contains(family)) {
+        match backend_data(values, family, prefix) {
+            Ok(data) => preferred.data[family] = data,
+            Err(problem) => problems.push(problem),
+        }
+    }
+    let others = match other_offers(values, families, prefix) {
+        Ok(others) => others,
+        Err(problem) => {
+            problems.push(problem);
+            Box::default()
+        }
+    };
+    ReadAttrs { attrs: LeaseAttrs { preferred, others }, problems }
+}
+
+/// The value of an annotation. A missing annotation is empty.
+fn text<'a>(values: &'a Values, name: &str) -> &'a str {
+    values.get(name).map(|text| &**text).unwrap_or_default()
+}
+
+/// The data of the backend for one family, or `None` if it has no data.
+fn backend_data(
+    values: &Values,
+    family: Family,
+    prefix: &Prefix,
+) -> Result<Option<Box<str>>, String> {
+    let name = names(family).data;
+    let text = text(values, name).trim_ascii();
+    if ["", "null"].contains(&text) {
+        return Ok(None);
+    }
+    if serde_json::from_str::<serde::de::IgnoredAny>(text).is_err() {
+        return Err(format!("annotation {prefix}{name}: {} is not JSON", quote(text)));
+    }
+    Ok(Some(flannel_core::json::compact(text).into_boxed_str()))
+}
+
+/// The further offers, with the values of these families only.
+fn other_offers(
     values: &Values,
     families: &[Family],
     prefix: &Prefix,
-) -> (LeaseAttrs, Vec<String>) {
-    let mut wrong = Vec::new();
-    let text = |name: &str| values.get(name).map(|text| &**text).unwrap_or_default();
-    let enabled = |family| families.contains(&family);
-    let mut public = Dual::default();
-    for family in families {
-        match address(values, names(*family).public, *family, prefix) {
-            Ok(address) => public[*family] = address,
-            Err(reason) => wrong.push(reason),
+) -> Result<Box<[Offer]>, String> {
+    let text = text(values, OTHER_OFFERS);
+    if text.is_empty() {
+        return Ok(Box::default());
+    }
+    let mut offers = Offer::list_from_json(text)
+        .map_err(|error| format!("annotation {prefix}{OTHER_OFFERS}: {error}"))?;
+    for offer in &mut offers {
+        for family in Family::BOTH.into_iter().filter(|family| !families.contains(family)) {
+            offer.public[family] = None;
+            offer.data[family] = None;
         }
     }
-    let mut data = |family: Family| {
-        let name = names(family).data;
-        let text = Some(text(name).trim_ascii())
-            .filter(|text| enabled(family) && !["", "null"].contains(text))?;
-        if serde_json::from_str::<serde::de::IgnoredAny>(text).is_err() {
-            wrong.push(format!("annotation {prefix}{name}: {} is not JSON", quote(text)));
-            return None;
-        }
-        Some(flannel_core::json::compact(text).into_boxed_str())
-    };
-    let backend_data = Dual { v4: data(Family::V4), v6: data(Family::V6) };
-    let kind = shared_name(text(BACKEND_TYPE));
-    let others = Some(text(OTHER_OFFERS)).filter(|text| !text.is_empty());
-    let mut others = others.map_or_else(
-        || Ok(Box::default()),
-        |text| {
-            Offer::list_from_json(text)
-                .map_err(|error| wrong.push(format!("annotation {prefix}{OTHER_OFFERS}: {error}")))
-        },
-    );
-    for offer in others.iter_mut().flatten() {
-        offer.public = Dual::from_fn(|family| offer.public[family].filter(|_| enabled(family)));
-        offer.data = Dual::from_fn(|family| offer.data[family].take().filter(|_| enabled(family)));
-    }
-    let preferred = Offer { public, kind, data: backend_data };
-    (LeaseAttrs { preferred, others: others.unwrap_or_default() }, wrong)
+    Ok(offers)
 }
 
-/// The address in an annotation; `None` if it is absent, empty or unspecified.
+/// The address in an annotation, or `None` if it is absent, empty or unspecified.
 pub(crate) fn address(
     values: &Values,
     name: &str,
@@ -226,14 +281,19 @@ fn parse(text: &str, family: Family) -> Option<IpAddr> {
     text.parse().ok().filter(|address| Family::of(*address) == family)
 }
 
-/// The addresses that an operator set, to be published instead of the node's own. A wrong one is
-/// left out.
+/// The addresses that an operator set, to be published instead of the node's own addresses. A wrong
+/// address is left out.
 pub(crate) fn overwrites(values: &Values, families: &[Family], prefix: &Prefix) -> Dual<IpAddr> {
-    let valid = |family| address(values, names(family).overwrite, family, prefix).ok().flatten();
-    Dual::from_fn(|family| Some(family).filter(|family| families.contains(family)).and_then(valid))
+    Dual::from_fn(|family| {
+        if !families.contains(&family) {
+            return None;
+        }
+        address(values, names(family).overwrite, family, prefix).ok().flatten()
+    })
 }
 
-/// The errors of the addresses that an operator set, to be published instead of the node's own.
+/// The errors of the addresses that an operator set, to be published instead of the node's own
+/// addresses.
 pub(crate) fn wrong_overwrites(
     values: &Values,
     families: &[Family],
@@ -278,10 +338,8 @@ mod tests {
     fn every_backend_writes_the_annotations_of_go_flannel() {
         const V4: &str = "192.0.2.1";
         const V6: &str = "2001:db8::1";
-        let (mac4, mac6) = (
-            r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:01"}"#,
-            r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:02"}"#,
-        );
+        let mac4 = r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:01"}"#;
+        let mac6 = r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:02"}"#;
         let head = |kind| vec![(MANAGED, "true"), (BACKEND_TYPE, kind)];
         let v4 = |data| [("backend-data", data), ("public-ip", V4)];
         let v6 = |data| [("backend-v6-data", data), ("public-ipv6", V6)];
@@ -314,10 +372,8 @@ mod tests {
         let there =
             values(&[("public-ip-overwrite", "198.51.100.7"), ("public-ipv6-overwrite", "")]);
         let overwritten = desired(&attrs("host-gw", &[V4, V6], [None, None]), &there);
-        assert_eq!(
-            (&*overwritten["public-ip"], &*overwritten["public-ipv6"]),
-            ("198.51.100.7", V6)
-        );
+        assert_eq!(&*overwritten["public-ip"], "198.51.100.7");
+        assert_eq!(&*overwritten["public-ipv6"], V6);
     }
 
     #[test]
@@ -330,7 +386,8 @@ mod tests {
             ("public-ip-overwrite", "198.51.100.7"),
             ("anything", "else"),
         ]);
-        assert_eq!((size(&node, &[Family::V4]), size(&node, &Family::BOTH)), (18, 20));
+        assert_eq!(size(&node, &[Family::V4]), 18);
+        assert_eq!(size(&node, &Family::BOTH), 20);
         node.insert(OTHER_OFFERS.into(), "[]".into());
         assert_eq!(size(&node, &[Family::V4]), 20);
         assert!(is_read("public-ipv6-overwrite") && is_read(MANAGED) && !is_read("anything"));
@@ -341,17 +398,19 @@ mod tests {
         let all = attrs("vxlan", &["192.0.2.1", "2001:db8::1"], [Some("{\"a\":1}"), Some("{}")]);
         let prefix = Prefix::default();
         let written = desired(&all, &Values::new());
-        assert_eq!(read(&written, &Family::BOTH, &prefix), (all.clone(), Vec::new()));
+        let without_problems =
+            |attrs: &LeaseAttrs| ReadAttrs { attrs: attrs.clone(), problems: Vec::new() };
+        assert_eq!(read(&written, &Family::BOTH, &prefix), without_problems(&all));
         let v4 = attrs("vxlan", &["192.0.2.1"], [Some("{\"a\":1}"), None]);
-        assert_eq!(read(&written, &[Family::V4], &prefix), (v4, Vec::new()));
-        let offer = |list: LeaseAttrs| list.preferred;
+        assert_eq!(read(&written, &[Family::V4], &prefix), without_problems(&v4));
+        let offer = |attrs: LeaseAttrs| attrs.preferred;
         let two = LeaseAttrs {
             others: [offer(attrs("host-gw", &["192.0.2.1", "2001:db8::1"], [None, None]))].into(),
             ..all.clone()
         };
         let both = desired(&two, &Values::new());
-        assert_eq!(read(&both, &Family::BOTH, &prefix), (two.clone(), Vec::new()));
-        let (narrow, _) = read(&both, &[Family::V4], &prefix);
+        assert_eq!(read(&both, &Family::BOTH, &prefix), without_problems(&two));
+        let narrow = read(&both, &[Family::V4], &prefix).attrs;
         assert_eq!(*narrow.others, [offer(attrs("host-gw", &["192.0.2.1"], [None, None]))]);
         // The annotation is removed with the last further offer.
         assert_eq!(&*desired(&all, &both)[OTHER_OFFERS], "");
@@ -359,26 +418,24 @@ mod tests {
         assert!(desired(&two, &overwrite)[OTHER_OFFERS].contains("198.51.100.7"));
         let mut odd = both;
         odd.insert(OTHER_OFFERS.into(), "[7]".into());
-        let (attrs_read, wrong) = read(&odd, &Family::BOTH, &prefix);
-        assert_eq!(attrs_read, all);
-        assert!(wrong[0].starts_with("annotation flannel.alpha.coreos.com/other-offers"));
+        let from_odd = read(&odd, &Family::BOTH, &prefix);
+        assert_eq!(from_odd.attrs, all);
+        assert!(
+            from_odd.problems[0].starts_with("annotation flannel.alpha.coreos.com/other-offers")
+        );
         let mut bad = written;
         bad.insert("public-ip".into(), "2001:db8::7".into());
         bad.insert("backend-v6-data".into(), "{\"VNI".into());
-        let (attrs, wrong) = read(&bad, &Family::BOTH, &prefix);
-        assert_eq!(
-            (attrs.preferred.public.v4, attrs.preferred.public.v6),
-            (None, all.preferred.public.v6)
-        );
-        assert_eq!(
-            (attrs.preferred.data.v4, attrs.preferred.data.v6),
-            (all.preferred.data.v4, None)
-        );
+        let ReadAttrs { attrs, problems } = read(&bad, &Family::BOTH, &prefix);
+        assert_eq!(attrs.preferred.public.v4, None);
+        assert_eq!(attrs.preferred.public.v6, all.preferred.public.v6);
+        assert_eq!(attrs.preferred.data.v4, all.preferred.data.v4);
+        assert_eq!(attrs.preferred.data.v6, None);
         let expected = [
             "annotation flannel.alpha.coreos.com/public-ip: \"2001:db8::7\" is not valid, \
              expected an IPv4 address such as 192.0.2.1",
             r#"annotation flannel.alpha.coreos.com/backend-v6-data: "{\"VNI" is not JSON"#,
         ];
-        assert_eq!(wrong, expected);
+        assert_eq!(problems, expected);
     }
 }

@@ -35,24 +35,20 @@ impl FromStr for Prefix {
     fn from_str(text: &str) -> Result<Self, PrefixError> {
         let error = || PrefixError { text: text.to_owned() };
         let (domain, word) = text.split_once('/').unwrap_or((text, ""));
-        let plain = |text: &str| {
-            text.bytes()
-                .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'_')
-        };
         let labels: Vec<&str> = domain.split('.').collect();
-        if labels.len() < 2
-            || labels.iter().any(|label| label.is_empty() || !plain(label))
-            || !plain(word)
-        {
-            return Err(error());
-        }
+        let is_domain = labels.len() >= 2
+            && labels.iter().all(|label| !label.is_empty() && has_valid_characters(label));
         // A dash alone is not a word.
-        if word == "-" {
+        if !is_domain || !has_valid_characters(word) || word == "-" {
             return Err(error());
         }
         let dash = if word.is_empty() || word.ends_with('-') { "" } else { "-" };
         Ok(Self(format!("{domain}/{word}{dash}").into()))
     }
+}
+
+fn has_valid_characters(text: &str) -> bool {
+    text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'_')
 }
 
 /// The prefix of Go flannel.
@@ -69,7 +65,7 @@ impl fmt::Display for Prefix {
 }
 
 impl Prefix {
-    /// The rest of an annotation's name.
+    /// The name of an annotation without the prefix, or `None` if it has another prefix.
     pub(crate) fn strip<'a>(&self, name: &'a str) -> Option<&'a str> {
         name.strip_prefix(&*self.0)
     }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
+use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,8 +15,8 @@ use hyper::body::Incoming;
 use rustls::pki_types::CertificateDer;
 use serde_json::{Value, json};
 
-use super::client::known;
-use super::store::Nodes;
+use super::client::is_known;
+use super::store::StartedList;
 use super::stream::{self, Signals};
 use super::{Shared, lock};
 
@@ -37,7 +38,7 @@ pub(crate) async fn answer(
     let gate = lock(&shared.faults).gate.take_if(|gate| text.contains(&gate.text));
     if let Some(mut gate) = gate {
         gate.is_there.send_replace(true);
-        // Nothing is ever sent.
+        // It ends when the sender is dropped.
         let _ = gate.opens.changed().await;
     }
     match decide(&shared, &client, &request, &body) {
@@ -46,7 +47,7 @@ pub(crate) async fn answer(
     }
 }
 
-/// The answer; `None`: there is never one.
+/// The answer, or `None` if the request never gets an answer.
 ///
 /// Counting a request and deciding on it is one step. So faults that are set after the request was
 /// counted do not affect it, and a counted watch receives all later events.
@@ -64,7 +65,8 @@ fn decide(
     if let Some(refused) = refuse(shared, client, request) {
         return Some(refused);
     }
-    let (method, path) = (&request.method, request.uri.path());
+    let method = &request.method;
+    let path = request.uri.path();
     let query = parse(request.uri.query().unwrap_or_default());
     let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
     Some(match (method, &parts[..]) {
@@ -109,10 +111,10 @@ fn decide(
     })
 }
 
-/// Faults, and missing permissions.
+/// The answer to a request that fails because of a fault or a missing permission.
 fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Option<Answer> {
     let mut faults = lock(&shared.faults);
-    if faults.clients.as_ref().is_some_and(|clients| !known(clients, client)) {
+    if faults.clients.as_ref().is_some_and(|clients| !is_known(clients, client)) {
         return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
     }
     if let Some(token) = &faults.token {
@@ -126,18 +128,19 @@ fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Op
         let code = StatusCode::from_u16(code).expect("a status that exists");
         return Some(text(code, "<html><body>the server is away</body></html>".to_owned()));
     }
-    if let Some((left @ 1.., code, after)) = &mut faults.fail {
-        *left -= 1;
-        let code = StatusCode::from_u16(*code).expect("a status that exists");
+    if faults.failures.left > 0 {
+        faults.failures.left -= 1;
+        let code = StatusCode::from_u16(faults.failures.status).expect("a status that exists");
         let mut answer = status(code, "a fault that the test has set");
-        if let Some(after) = after {
-            answer.headers_mut().insert(header::RETRY_AFTER, (*after).into());
+        if let Some(seconds) = faults.failures.retry_after {
+            answer.headers_mut().insert(header::RETRY_AFTER, seconds.into());
         }
         return Some(answer);
     }
-    let (verb, resource) = rbac(request);
-    let forbidden = faults.forbidden.contains(&(verb.to_owned(), resource.to_owned()));
-    forbidden.then(|| {
+    let verb = rbac_verb(request);
+    let resource = rbac_resource(request);
+    let is_forbidden = faults.forbidden.contains(&(verb.to_owned(), resource.to_owned()));
+    is_forbidden.then(|| {
         let user = "system:serviceaccount:kube-flannel:flannel";
         let text = format!(
             "{resource} is forbidden: User {user:?} cannot {verb} resource {resource:?} in API \
@@ -147,89 +150,112 @@ fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Op
     })
 }
 
-/// The RBAC verb and resource of a request.
-fn rbac(request: &Parts) -> (&'static str, &'static str) {
-    let (path, query) = (request.uri.path(), request.uri.query().unwrap_or_default());
-    let resource = match path {
+fn rbac_resource(request: &Parts) -> &'static str {
+    let path = request.uri.path();
+    match path {
         _ if path.ends_with("/status") => "nodes/status",
         _ if path.contains("/pods/") => "pods",
         _ => "nodes",
-    };
-    let verb = match request.method {
-        Method::PATCH => "patch",
-        _ if path != "/api/v1/nodes" => "get",
-        _ if query.contains("watch=") => "watch",
-        _ => "list",
-    };
-    (verb, resource)
+    }
 }
 
-fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
-    let refused = |text: &str| violation(shared, StatusCode::BAD_REQUEST, text);
-    let get = |name: &str| query.get(name).map(String::as_str);
-    // The lowest version that the answer may have. The answer then comes from the server's cache,
-    // which has no pages.
-    let least = match (get("resourceVersion"), get("resourceVersionMatch")) {
-        (Some(_), _) if get("continue").is_some() => {
-            return refused("a continued list must not have a resourceVersion");
-        }
-        (None, None) => None,
-        (Some("0"), None) => Some(0),
-        (Some(version), Some("NotOlderThan")) => {
-            version.parse::<u64>().ok().filter(|version| *version > 0)
-        }
-        _ => return refused("a list at a version without resourceVersionMatch"),
-    };
-    let limit =
-        match (get("limit").and_then(|limit| limit.parse().ok()).filter(|limit| *limit > 0), least)
-        {
+fn rbac_verb(request: &Parts) -> &'static str {
+    match request.method {
+        Method::PATCH => "patch",
+        _ if request.uri.path() != "/api/v1/nodes" => "get",
+        _ if request.uri.query().is_some_and(|query| query.contains("watch=")) => "watch",
+        _ => "list",
+    }
+}
+
+/// A checked request for a list.
+struct ListRequest<'a> {
+    /// The token of the next page.
+    token: Option<&'a str>,
+    /// The lowest version that the answer may have. With it, the answer comes from the server's
+    /// cache, which has no pages.
+    least: Option<u64>,
+    /// The largest number of nodes in the answer.
+    limit: usize,
+}
+
+impl<'a> ListRequest<'a> {
+    /// Checks a request.
+    ///
+    /// # Errors
+    /// Why flannel must not send it.
+    fn parse(query: &'a BTreeMap<String, String>) -> Result<Self, &'static str> {
+        let get = |name: &str| query.get(name).map(String::as_str);
+        let token = get("continue");
+        let least = match (get("resourceVersion"), get("resourceVersionMatch")) {
+            (Some(_), _) if token.is_some() => {
+                return Err("a continued list must not have a resourceVersion");
+            }
+            (None, None) => None,
+            (Some("0"), None) => Some(0),
+            (Some(version), Some("NotOlderThan")) => {
+                version.parse::<u64>().ok().filter(|version| *version > 0)
+            }
+            _ => return Err("a list at a version without resourceVersionMatch"),
+        };
+        let given = get("limit").and_then(|limit| limit.parse().ok()).filter(|limit| *limit > 0);
+        let limit = match (given, least) {
             (Some(_), Some(1..)) => {
-                return refused("a list with a limit, for which the server would read its store");
+                return Err("a list with a limit, for which the server would read its store");
             }
             (Some(_), Some(0)) | (None, Some(1..)) => usize::MAX,
             (Some(limit), None) => limit,
-            (None, _) => return refused("a list without a limit"),
+            (None, _) => return Err("a list without a limit"),
         };
+        Ok(Self { token, least, limit })
+    }
+}
+
+fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
+    let request = match ListRequest::parse(query) {
+        Ok(request) => request,
+        Err(text) => return violation(shared, StatusCode::BAD_REQUEST, text),
+    };
     let mut store = lock(&shared.store);
-    let (nodes, version, after): (Nodes, u64, String) = match (get("continue"), least) {
+    let StartedList { content, after } = match (request.token, request.least) {
         (Some(token), _) => match store.lists.remove(token) {
             Some(list) => list,
             None => return gone("The provided continue parameter is too old"),
         },
         (None, Some(least)) => {
-            let (nodes, version) = store.cached();
-            if version < least || lock(&shared.faults).no_cache {
-                return too_large(least, version);
+            let content = store.cached();
+            if content.version < least || lock(&shared.faults).no_cache {
+                return too_large(least, content.version);
             }
-            (nodes, version, String::new())
+            StartedList { content, after: String::new() }
         }
-        (None, None) => (Arc::clone(&store.nodes), store.version, String::new()),
+        (None, None) => StartedList { content: store.stored(), after: String::new() },
     };
     let mut items: Vec<Arc<str>> = Vec::new();
     let mut last = String::new();
-    let rest = nodes
-        .range::<str, _>((std::ops::Bound::Excluded(after.as_str()), std::ops::Bound::Unbounded));
-    for (name, node) in rest.take(limit) {
+    let rest = content.nodes.range::<str, _>((Bound::Excluded(after.as_str()), Bound::Unbounded));
+    for (name, node) in rest.take(request.limit) {
         items.push(Arc::clone(node));
         last.clone_from(name);
     }
-    let more = nodes.last_key_value().is_some_and(|(name, _)| *name > last) && !items.is_empty();
-    let mut metadata = json!({ "resourceVersion": version.to_string() });
-    if more {
-        // With characters that must be escaped in a URL.
-        let token = format!("{version}|{last}+/==");
+    let has_more =
+        content.nodes.last_key_value().is_some_and(|(name, _)| *name > last) && !items.is_empty();
+    let mut metadata = json!({ "resourceVersion": content.version.to_string() });
+    if has_more {
+        // It has characters that must be escaped in a URL.
+        let token = format!("{}|{last}+/==", content.version);
         metadata["continue"] = json!(token);
-        store.lists.insert(token, (nodes, version, last));
+        store.lists.insert(token, StartedList { content, after: last });
     }
     drop(store);
-    let (slow, cut) = {
-        let mut faults = lock(&shared.faults);
-        let cut = faults.cut_lists > 0;
-        faults.cut_lists -= u32::from(cut);
-        (faults.slow, cut)
-    };
+    let mut faults = lock(&shared.faults);
+    let slow = faults.slow;
+    let is_cut = faults.cut_lists > 0;
+    if is_cut {
+        faults.cut_lists -= 1;
+    }
     let (sender, body) = Channel::new(4);
-    tokio::spawn(stream::items(sender, metadata, items, slow, cut));
+    tokio::spawn(stream::items(sender, metadata, items, slow, is_cut));
     json_answer(StatusCode::OK, body)
 }
 
@@ -254,16 +280,17 @@ fn watch(shared: &Arc<Shared>, query: &BTreeMap<String, String>) -> Answer {
             faults.gone -= 1;
             return gone("too old resource version");
         }
-        if let (left @ 1.., code) = &mut faults.fail_watches {
-            *left -= 1;
-            let code = StatusCode::from_u16(*code).expect("a status that exists");
+        if faults.watch_failures.left > 0 {
+            faults.watch_failures.left -= 1;
+            let code =
+                StatusCode::from_u16(faults.watch_failures.status).expect("a status that exists");
             return status(code, "a fault that the test has set");
         }
     }
-    let (version, forgotten) = {
-        let store = lock(&shared.store);
-        (store.version, store.forgotten)
-    };
+    let store = lock(&shared.store);
+    let version = store.version;
+    let forgotten = store.forgotten;
+    drop(store);
     if from > version {
         return violation(
             shared,
@@ -275,7 +302,8 @@ fn watch(shared: &Arc<Shared>, query: &BTreeMap<String, String>) -> Answer {
         return gone(&format!("too old resource version: {from} ({forgotten})"));
     }
     let (sender, body) = Channel::new(64);
-    let (signals, patience) = (Signals::of(shared), Duration::from_secs(seconds));
+    let signals = Signals::of(shared);
+    let patience = Duration::from_secs(seconds);
     tokio::spawn(stream::events(Arc::clone(shared), signals, sender, from, patience));
     json_answer(StatusCode::OK, body)
 }
@@ -313,21 +341,24 @@ fn patch(shared: &Shared, name: &str, request: &Parts, body: &Bytes) -> Answer {
 }
 
 fn parse(query: &str) -> BTreeMap<String, String> {
-    let pairs = query.split('&').filter(|pair| !pair.is_empty());
-    pairs
+    query
+        .split('&')
+        .filter(|pair| !pair.is_empty())
         .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
         .map(|(name, value)| (name.to_owned(), unescape(value)))
         .collect()
 }
 
 fn unescape(text: &str) -> String {
-    let (mut out, mut bytes) = (Vec::new(), text.bytes());
+    let mut out = Vec::new();
+    let mut bytes = text.bytes();
     while let Some(byte) = bytes.next() {
-        let hex = |byte: Option<u8>| char::from(byte.unwrap_or(b'x')).to_digit(16);
+        let digit = |byte: Option<u8>| char::from(byte.unwrap_or(b'0')).to_digit(16).unwrap_or(0);
         match byte {
             b'%' => {
-                let (high, low) = (hex(bytes.next()), hex(bytes.next()));
-                out.push((high.unwrap_or(0) * 16 + low.unwrap_or(0)) as u8);
+                let high = digit(bytes.next());
+                let low = digit(bytes.next());
+                out.push((high * 16 + low) as u8);
             }
             b'+' => out.push(b' '),
             byte => out.push(byte),

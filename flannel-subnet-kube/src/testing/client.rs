@@ -13,7 +13,7 @@ use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, 
 use super::{Shared, lock};
 
 /// Accepts clients with the key of their certificate, or without a certificate. If the server
-/// refuses by alert, only known clients.
+/// refuses by alert, it accepts only known clients.
 #[derive(Debug)]
 pub(crate) struct Clients(pub(crate) Arc<Shared>);
 
@@ -70,8 +70,11 @@ impl ClientCertVerifier for Clients {
 }
 
 /// Whether a client with these certificates is known.
-pub(crate) fn known(by: &Arc<dyn ClientCertVerifier>, client: &[CertificateDer<'_>]) -> bool {
+pub(crate) fn is_known(
+    verifier: &Arc<dyn ClientCertVerifier>,
+    client: &[CertificateDer<'_>],
+) -> bool {
     client.split_first().is_some_and(|(certificate, others)| {
-        by.verify_client_cert(certificate, others, UnixTime::now()).is_ok()
+        verifier.verify_client_cert(certificate, others, UnixTime::now()).is_ok()
     })
 }

@@ -12,7 +12,7 @@ use rustls::server::danger::ClientCertVerifier;
 use serde_json::Value;
 use tokio::sync::watch;
 
-use super::store::Nodes;
+use super::store::NodesAt;
 use super::{ApiServer, lock};
 
 /// The way in which open watches end.
@@ -45,7 +45,7 @@ impl Held {
 
 /// The nodes of the server at some time, with their version.
 #[derive(Debug)]
-pub struct Backup((Nodes, u64));
+pub struct Backup(NodesAt);
 
 /// The server's side of [`Held`].
 #[derive(Debug)]
@@ -55,15 +55,23 @@ pub(crate) struct Gate {
     pub(crate) opens: watch::Receiver<()>,
 }
 
+/// Failures of requests.
+#[derive(Debug, Default)]
+pub(crate) struct Failures {
+    /// The number of requests that will fail.
+    pub(crate) left: u32,
+    pub(crate) status: u16,
+    /// The header `Retry-After`, in seconds.
+    pub(crate) retry_after: Option<u64>,
+}
+
 /// The faults of the server.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
-    /// This many requests fail with this status, and this `Retry-After` in seconds.
-    pub(crate) fail: Option<(u32, u16, Option<u64>)>,
+    pub(crate) failures: Failures,
     /// This many watches are refused with 410.
     pub(crate) gone: u32,
-    /// This many watches fail with this status.
-    pub(crate) fail_watches: (u32, u16),
+    pub(crate) watch_failures: Failures,
     /// No request has an answer.
     pub(crate) silent: bool,
     /// Holds the next request with this text.
@@ -91,7 +99,7 @@ pub(crate) struct Faults {
 impl ApiServer {
     /// The next `count` requests fail with this status.
     pub fn fail(&self, count: u32, status: u16, retry_after: Option<u64>) {
-        lock(&self.shared.faults).fail = Some((count, status, retry_after));
+        lock(&self.shared.faults).failures = Failures { left: count, status, retry_after };
     }
 
     /// The next `count` watches are refused with 410.
@@ -101,7 +109,8 @@ impl ApiServer {
 
     /// The next `count` watches fail with this status. Other requests are answered.
     pub fn fail_watches(&self, count: u32, status: u16) {
-        lock(&self.shared.faults).fail_watches = (count, status);
+        lock(&self.shared.faults).watch_failures =
+            Failures { left: count, status, retry_after: None };
     }
 
     /// No request has an answer from now on, or each has one again, as if the server was
@@ -113,9 +122,10 @@ impl ApiServer {
     /// Holds the next request that contains this text until the returned value is dropped. It is
     /// counted and decided on only then. Only one request is held.
     pub fn hold(&self, text: &str) -> Held {
-        let ((there, is_there), (keeps, opens)) = (watch::channel(false), watch::channel(()));
+        let (gate_is_there, is_there) = watch::channel(false);
+        let (keeps, opens) = watch::channel(());
         lock(&self.shared.faults).gate =
-            Some(Gate { text: text.to_owned(), is_there: there, opens });
+            Some(Gate { text: text.to_owned(), is_there: gate_is_there, opens });
         Held { is_there, _keeps: keeps }
     }
 
@@ -141,8 +151,8 @@ impl ApiServer {
         lock(&self.shared.faults).cache_blocks = block;
     }
 
-    /// A load balancer answers instead of the server from now on, with this status and its own
-    /// page; `None`: no longer.
+    /// From now on a load balancer answers instead of the server, with this status and its own
+    /// page. With `None` the server answers again.
     pub fn answer_as_proxy(&self, status: Option<u16>) {
         lock(&self.shared.faults).proxy = status;
     }
@@ -191,7 +201,7 @@ impl ApiServer {
 
     /// Ends all open watches.
     pub fn cut(&self, how: Cut) {
-        self.shared.cuts.send_modify(|(count, cut)| (*count, *cut) = (*count + 1, how));
+        self.shared.cuts.send_replace(how);
     }
 
     /// Creates or replaces a node and ends the open watches in one step, so that they receive both
@@ -232,13 +242,13 @@ impl ApiServer {
         Backup(lock(&self.shared.store).cached())
     }
 
-    /// The server's store is restored from a backup: nodes and versions are those of that time.
+    /// Restores the nodes and their versions from a backup of the server's store.
     pub fn restore(&self, backup: &Backup) {
         lock(&self.shared.store).restore(backup.0.clone());
     }
 
     /// Sends all watches a bookmark.
     pub fn bookmark(&self) {
-        self.shared.bookmarks.send_modify(|count| *count += 1);
+        self.shared.bookmarks.send_replace(());
     }
 }

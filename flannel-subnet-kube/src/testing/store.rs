@@ -9,7 +9,31 @@ use serde_json::{Value, json};
 /// The number of events that are kept.
 const HISTORY: usize = 4000;
 
+/// Nodes as JSON text, by name.
 pub(crate) type Nodes = Arc<BTreeMap<String, Arc<str>>>;
+
+/// All nodes at a version.
+#[derive(Debug, Clone)]
+pub(crate) struct NodesAt {
+    pub(crate) nodes: Nodes,
+    pub(crate) version: u64,
+}
+
+/// A list whose first pages were sent.
+#[derive(Debug)]
+pub(crate) struct StartedList {
+    /// The nodes at the start.
+    pub(crate) content: NodesAt,
+    /// The name of the last node that was sent.
+    pub(crate) after: String,
+}
+
+/// An event as a line of a watch.
+#[derive(Debug, Clone)]
+pub(crate) struct StoredEvent {
+    pub(crate) version: u64,
+    pub(crate) line: Bytes,
+}
 
 #[derive(Debug)]
 pub(crate) struct Store {
@@ -18,12 +42,12 @@ pub(crate) struct Store {
     pub(crate) version: u64,
     /// Versions up to this one are too old for a watch or the next page of a list.
     pub(crate) forgotten: u64,
-    pub(crate) events: VecDeque<(u64, Bytes)>,
+    pub(crate) events: VecDeque<StoredEvent>,
     /// The content of the server's cache if that is late. Watches and lists that it may answer see
     /// nothing else.
-    pub(crate) late: Option<(Nodes, u64)>,
-    /// Started lists by token: the nodes at the start, the version, and the last listed name.
-    pub(crate) lists: HashMap<String, (Nodes, u64, String)>,
+    pub(crate) late: Option<NodesAt>,
+    /// Started lists by token.
+    pub(crate) lists: HashMap<String, StartedList>,
 }
 
 impl Default for Store {
@@ -42,12 +66,17 @@ impl Default for Store {
 }
 
 impl Store {
-    /// All nodes in the server's cache, and their version.
-    pub(crate) fn cached(&self) -> (Nodes, u64) {
-        self.late.clone().unwrap_or_else(|| (Arc::clone(&self.nodes), self.version))
+    /// The nodes in the store.
+    pub(crate) fn stored(&self) -> NodesAt {
+        NodesAt { nodes: Arc::clone(&self.nodes), version: self.version }
     }
 
-    /// The cache gets no further changes.
+    /// The nodes in the server's cache.
+    pub(crate) fn cached(&self) -> NodesAt {
+        self.late.clone().unwrap_or_else(|| self.stored())
+    }
+
+    /// From now on the cache gets no changes.
     pub(crate) fn delay(&mut self) {
         self.late = Some(self.cached());
     }
@@ -98,11 +127,11 @@ impl Store {
     fn emit(&mut self, kind: &str, text: &str) -> u64 {
         self.version += 1;
         let line = format!("{{\"type\":\"{kind}\",\"object\":{text}}}\n");
-        self.events.push_back((self.version, line.into()));
+        self.events.push_back(StoredEvent { version: self.version, line: line.into() });
         if self.events.len() > HISTORY
-            && let Some((version, _)) = self.events.pop_front()
+            && let Some(event) = self.events.pop_front()
         {
-            self.forgotten = version;
+            self.forgotten = event.version;
         }
         self.version
     }
@@ -116,10 +145,12 @@ impl Store {
     }
 
     /// Brings back the nodes of an earlier version, without events.
-    pub(crate) fn restore(&mut self, (nodes, version): (Nodes, u64)) {
+    pub(crate) fn restore(&mut self, content: NodesAt) {
         self.events.clear();
         self.lists.clear();
-        (self.nodes, self.version, self.forgotten) = (nodes, version, 0);
+        self.nodes = content.nodes;
+        self.version = content.version;
+        self.forgotten = 0;
     }
 
     /// A strategic merge patch of a node's status.
@@ -143,15 +174,15 @@ impl Store {
 }
 
 fn merge_annotations(node: &mut Value, patch: &Value) -> Result<(), String> {
-    let there = &mut node["metadata"]["annotations"];
-    if there.is_null() {
-        *there = json!({});
+    let annotations = &mut node["metadata"]["annotations"];
+    if annotations.is_null() {
+        *annotations = json!({});
     }
-    let there = there.as_object_mut().ok_or("annotations are an object")?;
+    let annotations = annotations.as_object_mut().ok_or("annotations are an object")?;
     for (name, value) in patch.as_object().ok_or("annotations are an object")? {
         match value {
-            Value::Null => drop(there.remove(name)),
-            Value::String(_) => drop(there.insert(name.clone(), value.clone())),
+            Value::Null => _ = annotations.remove(name),
+            Value::String(_) => _ = annotations.insert(name.clone(), value.clone()),
             _ => return Err(format!("annotation {name} is not a string")),
         }
     }
@@ -163,7 +194,8 @@ fn merge_conditions(node: &mut Value, patch: &Value) -> Result<(), String> {
     if node["status"]["conditions"].is_null() {
         node["status"]["conditions"] = json!([]);
     }
-    let there = node["status"]["conditions"].as_array_mut().ok_or("conditions are an array")?;
+    let conditions =
+        node["status"]["conditions"].as_array_mut().ok_or("conditions are an array")?;
     for condition in patch.as_array().ok_or("conditions are an array")? {
         for field in
             ["type", "status", "reason", "message", "lastHeartbeatTime", "lastTransitionTime"]
@@ -172,9 +204,9 @@ fn merge_conditions(node: &mut Value, patch: &Value) -> Result<(), String> {
                 return Err(format!("condition without {field}"));
             }
         }
-        match there.iter_mut().find(|old| old["type"] == condition["type"]) {
+        match conditions.iter_mut().find(|old| old["type"] == condition["type"]) {
             Some(old) => *old = condition.clone(),
-            None => there.push(condition.clone()),
+            None => conditions.push(condition.clone()),
         }
     }
     Ok(())

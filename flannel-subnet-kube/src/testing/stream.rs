@@ -12,6 +12,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::answer::status_object;
+use super::store::StoredEvent;
 use super::{Cut, Shared, lock};
 
 type Out = Sender<Bytes, io::Error>;
@@ -52,8 +53,8 @@ pub(crate) async fn items(
 /// The inputs of a watch, from the time of its start.
 pub(crate) struct Signals {
     changes: watch::Receiver<u64>,
-    cuts: watch::Receiver<(u64, Cut)>,
-    bookmarks: watch::Receiver<u64>,
+    cuts: watch::Receiver<Cut>,
+    bookmarks: watch::Receiver<()>,
 }
 
 impl Signals {
@@ -69,34 +70,34 @@ impl Signals {
 /// A watch from a version on.
 pub(crate) async fn events(
     shared: Arc<Shared>,
-    Signals { mut changes, mut cuts, mut bookmarks }: Signals,
+    mut signals: Signals,
     mut out: Out,
     mut at: u64,
     patience: Duration,
 ) {
     let until = Instant::now() + patience;
     loop {
-        changes.mark_unchanged();
+        signals.changes.mark_unchanged();
         if at < lock(&shared.store).forgotten {
             let _ = out.send_data(error(StatusCode::GONE)).await;
             return;
         }
-        for (version, line) in since(&shared, at) {
-            if out.send_data(line).await.is_err() {
+        for event in since(&shared, at) {
+            if out.send_data(event.line).await.is_err() {
                 return;
             }
-            at = version;
+            at = event.version;
         }
         tokio::select! {
             biased;
-            _ = cuts.changed() => {
-                let (_, how) = *cuts.borrow_and_update();
+            _ = signals.cuts.changed() => {
+                let how = *signals.cuts.borrow_and_update();
                 let last: Vec<Bytes> =
-                    since(&shared, at).into_iter().map(|(_, line)| line).collect();
+                    since(&shared, at).into_iter().map(|event| event.line).collect();
                 return cut(out, last.concat(), how).await;
             }
-            _ = changes.changed() => {}
-            _ = bookmarks.changed() => {
+            _ = signals.changes.changed() => {}
+            _ = signals.bookmarks.changed() => {
                 let version = lock(&shared.store).version;
                 let metadata = json!({ "resourceVersion": version.to_string() });
                 let object = json!({ "kind": "Node", "apiVersion": "v1", "metadata": metadata });
@@ -123,12 +124,12 @@ fn error(code: StatusCode) -> Bytes {
     line("ERROR", &status_object(code, text))
 }
 
-/// The events after a version, with their versions.
-fn since(shared: &Shared, at: u64) -> Vec<(u64, Bytes)> {
+/// The events after a version.
+fn since(shared: &Shared, at: u64) -> Vec<StoredEvent> {
     let store = lock(&shared.store);
-    let from = store.events.partition_point(|(version, _)| *version <= at);
-    let last = store.late.as_ref().map_or(u64::MAX, |(_, version)| *version);
-    store.events.range(from..).take_while(|(version, _)| *version <= last).cloned().collect()
+    let from = store.events.partition_point(|event| event.version <= at);
+    let last = store.late.as_ref().map_or(u64::MAX, |late| late.version);
+    store.events.range(from..).take_while(|event| event.version <= last).cloned().collect()
 }
 
 /// Sends the last events and the end in one part.

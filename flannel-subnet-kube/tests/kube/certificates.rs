@@ -60,7 +60,8 @@ async fn manager_at(fixture: &Fixture, url: &str, ca: &str, user: &str) -> KubeM
     let kubeconfig = fixture.dir.path().join("kubeconfig");
     std::fs::write(&kubeconfig, text).unwrap();
     let mut options = fixture.options("me");
-    (options.kubeconfig, options.api_url) = (Some(kubeconfig), None);
+    options.kubeconfig = Some(kubeconfig);
+    options.api_url = None;
     KubeManager::open(options).await.unwrap()
 }
 
@@ -96,7 +97,8 @@ async fn a_ca_may_be_a_value() {
 
 #[tokio::test]
 async fn a_client_certificate_identifies_the_node() {
-    let (fixture, clients) = (Fixture::new(V4), Authority::new());
+    let fixture = Fixture::new(V4);
+    let clients = Authority::new();
     let (server, ca) = server(&clients);
     let (certificate, key) = clients.sign();
     let file = |name: &str, text: &str| {
@@ -138,7 +140,8 @@ async fn a_client_certificate_identifies_the_node() {
 /// As for the kubelet's files, which flanneld may use.
 #[tokio::test]
 async fn a_replaced_certificate_is_read_again() {
-    let (fixture, first) = (Fixture::new(V4), Authority::new());
+    let fixture = Fixture::new(V4);
+    let first = Authority::new();
     let (server, ca) = server(&first);
     write(&fixture, &first);
     let manager = manager(&fixture, &server, &ca, OF_ONE_FILE).await;
@@ -156,7 +159,8 @@ async fn a_replaced_certificate_is_read_again() {
 /// A proxy in front of the API server requires a certificate in the handshake.
 #[tokio::test]
 async fn a_certificate_that_the_handshake_refuses_is_read_again() {
-    let (fixture, clients) = (Fixture::new(V4), Authority::new());
+    let fixture = Fixture::new(V4);
+    let clients = Authority::new();
     let (server, ca) = server(&clients);
     server.refuse_by_alert();
     write(&fixture, &Authority::new());
@@ -176,7 +180,8 @@ async fn a_certificate_that_the_handshake_refuses_is_read_again() {
 
 #[tokio::test]
 async fn a_missing_client_certificate_in_the_handshake_is_refused() {
-    let (fixture, clients) = (Fixture::new(V4), Authority::new());
+    let fixture = Fixture::new(V4);
+    let clients = Authority::new();
     let (server, ca) = server(&clients);
     server.refuse_by_alert();
     let error = manager(&fixture, &server, &ca, "").await.hints().await.unwrap_err();
@@ -190,12 +195,10 @@ async fn a_missing_client_certificate_in_the_handshake_is_refused() {
 /// one.
 #[tokio::test]
 async fn a_tls_alert_is_reported_with_its_meaning() {
-    let (fixture, ca) =
-        (Fixture::new(V4), rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap());
-    let (ours, terms) = (
-        "not accepted as a client",
-        "aborts the TLS handshake for a reason other than a certificate",
-    );
+    let fixture = Fixture::new(V4);
+    let ca = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let ours = "not accepted as a client";
+    let terms = "aborts the TLS handshake for a reason other than a certificate";
     for (code, alert, says) in [
         (42, "BadCertificate", ours),
         (43, "UnsupportedCertificate", ours),
@@ -244,7 +247,8 @@ async fn a_tls_alert_is_reported_with_its_meaning() {
 /// Templates leave such fields, and client-go treats them as absent.
 #[tokio::test]
 async fn empty_fields_of_a_kubeconfig_count_as_absent() {
-    let (fixture, clients) = (Fixture::new(V4), Authority::new());
+    let fixture = Fixture::new(V4);
+    let clients = Authority::new();
     let (server, ca) = server(&clients);
     write(&fixture, &clients);
     let empty = "username: '', as: '', token: '', tokenFile: '', \

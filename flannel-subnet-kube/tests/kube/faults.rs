@@ -16,7 +16,7 @@ fn put(fixture: &Fixture, n: u8) {
         .put_node(&format!("n{n}"), peer(&cidr, &format!("192.0.2.{n}"), "0a:00:00:00:00:02"));
 }
 
-/// The number of requested lists or pages, without those that only ask for the version.
+/// The number of requested lists or pages, without requests that only ask for the version.
 fn lists(fixture: &Fixture) -> usize {
     let all = fixture.server.count("GET /api/v1/nodes?");
     all - fixture.server.count("watch=") - versions(fixture)
@@ -80,7 +80,7 @@ async fn the_last_events_of_a_watch_are_published() {
     assert_eq!(lists(&fixture), 1, "nothing was listed again");
 }
 
-/// The last watch is open and its events are published.
+/// Waits until the last watch is open and its events are published.
 async fn watches(
     fixture: &Fixture,
     views: &tokio::sync::watch::Receiver<flannel_core::lease::View>,
@@ -90,6 +90,7 @@ async fn watches(
     sees(views, n).await;
 }
 
+/// Waits until a view has the lease of the node `n`.
 async fn sees(views: &tokio::sync::watch::Receiver<flannel_core::lease::View>, n: u8) {
     until(|| {
         views
@@ -116,7 +117,8 @@ async fn a_version_that_only_causes_errors_is_dropped() {
         let list = requests.iter().rposition(|request| request.contains("NotOlderThan")).unwrap();
         let before = requests[..list].iter().filter(|request| request.contains("watch=")).count();
         // After the first failure the version is asked for.
-        assert_eq!((before, versions(&fixture)), (watched + 3, 2));
+        assert_eq!(before, watched + 3);
+        assert_eq!(versions(&fixture), 2);
         watches(&fixture, &views, 3).await;
     }
 }
@@ -161,7 +163,8 @@ async fn a_version_that_the_server_never_reaches_is_dropped() {
     // The list shows it. A watch, which can break, would show later changes.
     sees(&views, 3).await;
     watches(&fixture, &views, 4).await;
-    assert_eq!((fixture.server.count("limit="), views.borrow().leases.len()), (2, 3));
+    assert_eq!(fixture.server.count("limit="), 2);
+    assert_eq!(views.borrow().leases.len(), 3);
     // A later list tries the cache again.
     fixture.server.fail_cached_lists(false);
     let asked = fixture.server.count("NotOlderThan");
@@ -211,7 +214,8 @@ async fn a_list_after_an_outage_does_not_wait_as_long_as_the_outage() {
     fixture.server.refuse_watches(1);
     fixture.server.cut(Cut::MidEvent);
     let failed = || fixture.server.requests().len();
-    let (before, watches) = (failed(), fixture.server.count("watch="));
+    let before = failed();
+    let watches = fixture.server.count("watch=");
     until(|| failed() > before + 3 && fixture.server.count("watch=") > watches).await;
     let begin = Instant::now();
     put(&fixture, 3);
@@ -276,10 +280,9 @@ async fn an_outage_ends_as_soon_as_a_watch_is_open() {
     fixture.server.fail(1, 503, Some(0));
     fixture.server.cut(Cut::Clean);
     until(|| logged.count("the store answers leases=1") == 1).await;
-    assert_eq!(
-        (logged.count("store lost"), lists(&fixture), fixture.server.count("watch=")),
-        (1, 1, 3)
-    );
+    assert_eq!(logged.count("store lost"), 1);
+    assert_eq!(lists(&fixture), 1);
+    assert_eq!(fixture.server.count("watch="), 3);
 }
 
 /// Polls a condition while time passes quickly.
@@ -321,7 +324,8 @@ async fn a_silent_watch_continues_and_a_list_follows_if_it_stays_silent() {
     assert_eq!(lists(&fixture), 1, "it was not silent all the time");
     silence(4).await;
     // A quiet cluster may be silent for longer. Its nodes must not all use the server's store.
-    assert_eq!((lists(&fixture), fixture.server.count("limit=")), (2, 0));
+    assert_eq!(lists(&fixture), 2);
+    assert_eq!(fixture.server.count("limit="), 0);
     watches(&fixture, &views, 5).await;
 }
 
@@ -355,7 +359,8 @@ async fn a_broken_list_is_started_again() {
     fixture.server.fill(many(0));
     fixture.server.cut_lists(1);
     let (_manager, views) = fixture.following().await;
-    assert_eq!((views.borrow().leases.len(), fixture.server.count("NotOlderThan")), (600, 2));
+    assert_eq!(views.borrow().leases.len(), 600);
+    assert_eq!(fixture.server.count("NotOlderThan"), 2);
 }
 
 #[tokio::test]
@@ -366,7 +371,7 @@ async fn a_broken_or_late_page_causes_another_list() {
         (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
     });
     fixture.server.fill(many);
-    // Without a node of its own its list has pages.
+    // Without a node of its own, a manager's list has pages.
     let follow = async || {
         fixture.server.put_node("me", crate::fixture::blank(&["10.1.254.0/24"]));
         let manager = fixture.manager("me").await;
@@ -381,7 +386,8 @@ async fn a_broken_or_late_page_causes_another_list() {
     let logged = Logged::default();
     let _guard = tracing::subscriber::set_default(logged.clone());
     // The token of the next page expires.
-    let (pages, before) = (fixture.server.count("continue="), fixture.server.count("limit="));
+    let pages = fixture.server.count("continue=");
+    let before = fixture.server.count("limit=");
     fixture.server.slow_lists(Duration::from_millis(1));
     let (_manager, views) = follow().await;
     until(|| fixture.server.count("limit=") > before).await;
@@ -434,7 +440,8 @@ async fn a_client_respects_retry_after() {
     fixture.server.fail(1, 429, Some(1));
     manager.acquire_lease(&vxlan()).await.unwrap();
     assert!(begin.elapsed() >= Duration::from_secs(1), "{:?}", begin.elapsed());
-    let (begin, watches) = (Instant::now(), fixture.server.count("watch="));
+    let begin = Instant::now();
+    let watches = fixture.server.count("watch=");
     fixture.server.fail(1, 429, Some(1));
     fixture.server.cut(Cut::Clean);
     until(|| fixture.server.count("watch=") >= watches + 2).await;
@@ -494,7 +501,8 @@ async fn a_rotated_token_is_read_again() {
     );
     std::fs::write(&kubeconfig, text).unwrap();
     let mut options = fixture.options("me");
-    (options.kubeconfig, options.api_url) = (Some(kubeconfig), None);
+    options.kubeconfig = Some(kubeconfig);
+    options.api_url = None;
     fixture.server.put_node("me", crate::fixture::blank(&["10.1.1.0/24"]));
     let manager = KubeManager::open(options).await.unwrap();
     let views = manager.watch_leases().await.unwrap();

@@ -68,7 +68,7 @@ impl Fixture {
     }
 }
 
-/// The reason why the lease is lost, if it is.
+/// Why the lease is lost, or `None` if it is not.
 pub(crate) fn withdrawn(ownership: &watch::Receiver<Ownership>) -> Option<String> {
     match &*ownership.borrow() {
         Ownership::Lost { why: Loss::Withdrawn(why), .. } => Some(why.clone()),

@@ -25,7 +25,8 @@ async fn a_lease_has_the_pod_cidr_and_the_annotations_of_go_flannel() {
     fixture.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
     let manager = fixture.manager("me").await;
     let lease = manager.acquire_lease(&vxlan()).await.unwrap();
-    assert_eq!((lease.subnets.to_string().as_str(), lease.expires), ("10.1.5.0-24", None));
+    assert_eq!(lease.subnets.to_string(), "10.1.5.0-24");
+    assert_eq!(lease.expires, None);
     let expected = json!({
         "flannel.alpha.coreos.com/kube-subnet-manager": "true",
         "flannel.alpha.coreos.com/backend-type": "vxlan",
@@ -40,11 +41,8 @@ async fn a_lease_has_the_pod_cidr_and_the_annotations_of_go_flannel() {
     let views = manager.watch_leases().await.unwrap();
     until(|| leases(&views.borrow()) == ["10.1.5.0-24 vxlan 192.0.2.1"]).await;
     let own = views.borrow().leases.get(&lease.subnets).cloned().unwrap();
-    assert_eq!(
-        (&own.attrs, own.since),
-        (&lease.attrs, lease.since),
-        "peers read the lease that this node holds"
-    );
+    assert_eq!(own.attrs, lease.attrs, "peers read the lease that this node holds");
+    assert_eq!(own.since, lease.since, "peers read the lease that this node holds");
 }
 
 #[tokio::test]
@@ -82,7 +80,8 @@ async fn prescribed_addresses_are_hints_and_overwrites_are_published() {
     assert_eq!(hints.advertised, advertised, "of the families of the network config");
     assert_eq!(hints.public[Family::V4], Some("198.51.100.5".parse().unwrap()));
     assert_eq!(hints.public[Family::V6], Some("2001:db8::5".parse().unwrap()));
-    assert_eq!((hints.last_published, hints.previous), (None, None));
+    assert_eq!(hints.last_published, None);
+    assert_eq!(hints.previous, None);
     let lease = manager.acquire_lease(&vxlan()).await.unwrap();
     assert_eq!(lease.attrs, vxlan(), "the overwrite is not part of the lease");
     assert_eq!(
@@ -109,7 +108,9 @@ async fn a_removed_overwrite_is_no_longer_published() {
             }
         });
     };
-    for story in [&[None][..], &[Some("203.0.113.66"), None], &[None, Some("203.0.113.66"), None]] {
+    for overwrites in
+        [&[None][..], &[Some("203.0.113.66"), None], &[None, Some("203.0.113.66"), None]]
+    {
         let fixture = Fixture::new(V4);
         fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
         set(&fixture, Some("203.0.113.9"));
@@ -118,7 +119,7 @@ async fn a_removed_overwrite_is_no_longer_published() {
         let public = || fixture.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap();
         assert_eq!(public(), "203.0.113.9");
         let follow = async {
-            for overwrite in story {
+            for overwrite in overwrites {
                 set(&fixture, *overwrite);
                 until(|| public() == overwrite.unwrap_or("192.0.2.1")).await;
             }
@@ -139,7 +140,7 @@ async fn a_wrong_overwrite_is_reported_and_does_not_prevent_repairs() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
-    let story = async {
+    let steps = async {
         let overwrite = format!("{PREFIX}public-ip-overwrite");
         let skipped = || manager.store_status().skipped;
         for (text, public) in [("203.0.113.9", "203.0.113.9"), ("2001:db8::9", "192.0.2.1")] {
@@ -163,11 +164,11 @@ async fn a_wrong_overwrite_is_reported_and_does_not_prevent_repairs() {
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
-        () = story => {}
+        () = steps => {}
     }
 }
 
-/// For a node without annotations it is refused; see wrong.rs.
+/// For a node without annotations it is refused. See wrong.rs.
 #[tokio::test]
 async fn a_wrong_overwrite_does_not_delay_a_later_start() {
     let fixture = Fixture::new(V4);
@@ -243,7 +244,7 @@ async fn a_node_created_again_with_its_pod_cidr_has_its_lease_again() {
     let before = annotations(&fixture, "me");
     let ownership = manager.ownership();
     let lost = || withdrawn(&ownership);
-    let story = async {
+    let steps = async {
         until(|| fixture.server.count("watch=") > 0).await;
         fixture.server.delete_node("me");
         until(|| lost().is_some()).await;
@@ -254,7 +255,7 @@ async fn a_node_created_again_with_its_pod_cidr_has_its_lease_again() {
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
-        () = story => {}
+        () = steps => {}
     }
 }
 
@@ -287,7 +288,8 @@ async fn a_lease_stays_in_force_while_the_node_has_no_complete_one() {
             .acquire_lease(&others)
             .await
             .unwrap_or_else(|error| panic!("{wrong:?}: {error}"));
-        assert_eq!((kept.subnets, &kept.attrs), (held.subnets, &others), "{wrong:?}");
+        assert_eq!(kept.subnets, held.subnets, "{wrong:?}");
+        assert_eq!(kept.attrs, others, "{wrong:?}");
         assert_eq!(fixture.server.count("PATCH"), patches, "nothing is published: {wrong:?}");
         // A node that never had a lease waits.
         let error = fixture.manager("me").await.acquire_lease(&others).await.unwrap_err();
@@ -295,14 +297,14 @@ async fn a_lease_stays_in_force_while_the_node_has_no_complete_one() {
     }
     // The holder publishes it when the node exists.
     let kept = manager.acquire_lease(&others).await.unwrap();
-    let story = async {
+    let steps = async {
         fixture.server.put_node("me", node);
         let data = || fixture.server.annotation("me", &format!("{PREFIX}backend-data"));
         until(|| data().is_some_and(|data| data.contains("\"VNI\":7"))).await;
     };
     tokio::select! {
         end = manager.hold_lease(&kept) => panic!("{end:?}"),
-        () = story => {}
+        () = steps => {}
     }
 }
 
@@ -339,13 +341,14 @@ async fn unusable_pod_cidrs_lose_the_lease_and_do_not_move_it() {
         let ownership = manager.ownership();
         let lost = || withdrawn(&ownership);
         let mut n = 1;
-        let story = async {
+        let steps = async {
             for (cidrs, why) in wrong {
                 fixture.server.put_node("me", blank(cidrs));
                 until(|| lost().is_some_and(|lost| lost.starts_with(why))).await;
                 // Peers are followed nevertheless.
                 n += 1;
-                let (cidr, public) = (format!("10.1.{n}.0/24"), format!("192.0.2.{n}"));
+                let cidr = format!("10.1.{n}.0/24");
+                let public = format!("192.0.2.{n}");
                 fixture
                     .server
                     .put_node(&format!("n{n}"), peer(&cidr, &public, "0a:00:00:00:00:02"));
@@ -359,7 +362,7 @@ async fn unusable_pod_cidrs_lose_the_lease_and_do_not_move_it() {
         };
         tokio::select! {
             end = manager.hold_lease(&held) => panic!("{end:?}"),
-            () = story => {}
+            () = steps => {}
         }
         let end = wait(async {
             let fits = async {
@@ -381,7 +384,7 @@ async fn removed_or_changed_annotations_are_restored() {
     let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
     let before = annotations(&fixture, "me");
-    let story = async {
+    let steps = async {
         for change in [
             |node: &mut Value| {
                 drop(node["metadata"].as_object_mut().unwrap().remove("annotations"));
@@ -411,7 +414,7 @@ async fn removed_or_changed_annotations_are_restored() {
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
-        () = story => {}
+        () = steps => {}
     }
     let patches = fixture.server.count("PATCH");
     assert!(patches <= 6, "{patches} patches");
@@ -451,7 +454,7 @@ async fn in_dual_stack_go_flannel_notices_a_change_of_one_family() {
             held = manager.publish(&held, &wanted).await.unwrap();
             let after = annotations(&fixture, "me");
             assert!(go_notices(&before, &after), "{before} {after}");
-            // All readers get the same: our nodes, Go's, and one that takes over this node.
+            // All readers get the same values: our nodes, Go's nodes, and a node that takes over.
             assert_eq!(held.attrs, wanted);
             until(|| {
                 views.borrow().leases.get(&held.subnets).is_some_and(|lease| lease.attrs == wanted)
@@ -473,14 +476,12 @@ async fn in_dual_stack_go_flannel_notices_a_change_of_one_family() {
             let manager = fixture.manager("me").await;
             assert_eq!(manager.hints().await.unwrap().last_published, Some(wanted.clone()));
             manager.acquire_lease(&wanted).await.unwrap();
-            assert_eq!(
-                (fixture.server.count("PATCH"), &annotations(&fixture, "me")),
-                (patches, &after)
-            );
+            assert_eq!(fixture.server.count("PATCH"), patches);
+            assert_eq!(annotations(&fixture, "me"), after);
             before = after;
         }
         // A foreign change of one family is reverted in a way that Go's nodes notice.
-        let story = async {
+        let steps = async {
             fixture.server.modify("me", |node| {
                 node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] =
                     json!("192.0.2.66");
@@ -490,7 +491,7 @@ async fn in_dual_stack_go_flannel_notices_a_change_of_one_family() {
         };
         tokio::select! {
             end = manager.hold_lease(&held) => panic!("{end:?}"),
-            () = story => {}
+            () = steps => {}
         }
     }
 }
@@ -502,7 +503,7 @@ async fn a_conflict_over_annotations_slows_down() {
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
     let patches = fixture.server.count("PATCH");
     let begin = std::time::Instant::now();
-    let story = async {
+    let steps = async {
         for n in 1..=6 {
             fixture.server.modify("me", |node| {
                 drop(node["metadata"].as_object_mut().unwrap().remove("annotations"));
@@ -512,7 +513,7 @@ async fn a_conflict_over_annotations_slows_down() {
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
-        () = story => {}
+        () = steps => {}
     }
     // At least half of 100, 200, 400, 800 and 1600 ms.
     assert!(begin.elapsed() >= std::time::Duration::from_millis(1550), "{:?}", begin.elapsed());
@@ -531,14 +532,14 @@ async fn a_late_watch_neither_loses_nor_moves_a_lease() {
         let ownership = manager.ownership();
         let lost = || withdrawn(&ownership);
         let asked = fixture.server.count("GET /api/v1/nodes/me");
-        let story = async {
+        let steps = async {
             until(|| fixture.server.count("GET /api/v1/nodes/me") > asked).await;
             fixture.server.show_all();
             until(|| leases(&views.borrow()) == ["10.1.1.0-24 vxlan 192.0.2.1"]).await;
         };
         tokio::select! {
             end = wait(manager.hold_lease(&held)) => panic!("{end:?}"),
-            () = story => {}
+            () = steps => {}
         }
         assert!(!ownership.has_changed().unwrap() && lost().is_none());
     }

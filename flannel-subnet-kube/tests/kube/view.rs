@@ -118,7 +118,7 @@ async fn heartbeats_notify_no_receiver() {
 }
 
 #[tokio::test]
-async fn among_thousands_those_nodes_deleted_in_an_outage_are_removed() {
+async fn among_thousands_the_nodes_deleted_in_an_outage_are_removed() {
     let fixture = Fixture::new(V4);
     let many = |from: u32| {
         (from..from + 1201).map(|n| {
@@ -199,7 +199,8 @@ async fn a_server_with_a_late_cache_is_listed_from_its_store() {
     tokio::time::resume();
     drop(second);
     until(|| views.borrow().leases.len() == 601).await;
-    assert_eq!((fixture.server.count("limit=500"), fixture.server.count("continue=")), (2, 1));
+    assert_eq!(fixture.server.count("limit=500"), 2);
+    assert_eq!(fixture.server.count("continue="), 1);
     // The watch continues from there when the server gets changes.
     until(|| fixture.server.count("watch=") == 1).await;
     fixture.server.delete_node("new");
@@ -220,7 +221,8 @@ async fn without_an_own_node_the_first_list_comes_from_the_servers_store() {
     fixture.server.delete_node("me");
     let views = manager.watch_leases().await.unwrap();
     until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;
-    assert_eq!((fixture.server.count("NotOlderThan"), fixture.server.count("limit=500")), (0, 1));
+    assert_eq!(fixture.server.count("NotOlderThan"), 0);
+    assert_eq!(fixture.server.count("limit=500"), 1);
 }
 
 #[tokio::test]
@@ -259,5 +261,6 @@ async fn of_many_wrong_peers_a_few_are_logged_and_the_others_are_counted() {
     // Known problems are not logged again.
     fixture.server.put_node("node-200", wrong(200));
     until(|| manager.store_status().skipped.len() == 201).await;
-    assert_eq!((logged.count("a node has a problem"), logged.warnings().len()), (6, 7));
+    assert_eq!(logged.count("a node has a problem"), 6);
+    assert_eq!(logged.warnings().len(), 7);
 }

@@ -52,7 +52,11 @@ async fn wrong_options_for_the_server_are_reported() {
     };
     let error = open(&|options| options.api_url = Some("kube.example".into())).await;
     assert_contains(&error, &["\"kube.example\"", "https://192.0.2.1:6443"]);
-    let error = open(&|options| (options.api_url, options.kubeconfig) = (None, None)).await;
+    let error = open(&|options| {
+        options.api_url = None;
+        options.kubeconfig = None;
+    })
+    .await;
     assert_contains(&error, &["neither a URL nor a kubeconfig", "service account"]);
     let missing = fixture.dir.path().join("kubeconfig");
     let error = open(&|options| options.kubeconfig = Some(missing.clone())).await;
@@ -102,7 +106,8 @@ async fn wrong_options_for_the_server_are_reported() {
     ] {
         with(cluster, user);
         let error = open(&|options| {
-            (options.api_url, options.kubeconfig) = (None, Some(missing.clone()));
+            options.api_url = None;
+            options.kubeconfig = Some(missing.clone());
         })
         .await;
         assert_contains(&error, &parts);
@@ -117,8 +122,8 @@ async fn a_server_certificate_of_another_ca_is_refused() {
     server.put_node("me", blank(&["10.1.1.0/24"]));
     let other = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
     for (ca, good) in [(other.cert.pem(), false), (signed.cert.pem(), true)] {
-        let (ca_file, kubeconfig) =
-            (fixture.dir.path().join("ca"), fixture.dir.path().join("kubeconfig"));
+        let ca_file = fixture.dir.path().join("ca");
+        let kubeconfig = fixture.dir.path().join("kubeconfig");
         std::fs::write(&ca_file, ca).unwrap();
         let text = format!(
             "current-context: c\nclusters: [{{name: c, cluster: \
@@ -129,7 +134,8 @@ async fn a_server_certificate_of_another_ca_is_refused() {
         );
         std::fs::write(&kubeconfig, text).unwrap();
         let mut options = fixture.options("me");
-        (options.kubeconfig, options.api_url) = (Some(kubeconfig), None);
+        options.kubeconfig = Some(kubeconfig);
+        options.api_url = None;
         let manager = KubeManager::open(options).await.unwrap();
         match manager.hints().await {
             Ok(_) => assert!(good),
@@ -264,10 +270,8 @@ async fn network_config_errors_are_reported_and_networks_do_not_change() {
     // Pods do not survive other networks. Another backend is a change.
     fixture.write_config(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"host-gw"}}"#);
     let changed = crate::fixture::wait(manager.config_changed(&config)).await.unwrap();
-    assert_eq!(
-        (changed.backend.kind.as_str(), changed.networks == config.networks),
-        ("host-gw", false)
-    );
+    assert_eq!(changed.backend.kind, "host-gw");
+    assert_ne!(changed.networks, config.networks);
     assert_eq!(manager.network_config().await.unwrap().networks, config.networks);
 }
 

@@ -1,4 +1,4 @@
-//! Replacing a file in one step: readers see either the old content or the new one.
+//! Replaces a file in one step: readers see either the old content or the new content.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -40,21 +40,15 @@ pub(crate) fn replace(
         Ok(metadata) if metadata.is_file() => metadata.permissions().mode() & 0o7777,
         _ => mode,
     };
-    let temporary = format!("{TEMPORARY}{}-{:016x}", name.to_string_lossy(), fastrand::u64(..));
-    let temporary = path.with_file_name(temporary);
-    let write = |file: &mut File| {
-        file.write_all(content)?;
-        file.set_permissions(Permissions::from_mode(mode))?;
-        if let Some(modified) = modified {
-            file.set_modified(modified)?;
-        }
-        file.sync_all()
-    };
+    let temporary_name =
+        format!("{TEMPORARY}{}-{:016x}", name.to_string_lossy(), fastrand::u64(..));
+    let temporary = path.with_file_name(temporary_name);
     // Nobody else can open it before it is complete.
     let mut options = OpenOptions::new();
     options.write(true).create_new(true).mode(0o600);
     let mut file = options.open(&temporary)?;
-    let result = write(&mut file).and_then(|()| fs::rename(&temporary, path));
+    let result =
+        write(&mut file, content, mode, modified).and_then(|()| fs::rename(&temporary, path));
     match result {
         // The first failure is reported.
         Err(_) => _ = fs::remove_file(&temporary),
@@ -64,9 +58,25 @@ pub(crate) fn replace(
     result
 }
 
-/// Removes the temporary files in `dir` that crashed writers of the file `name` left (`None`: of
-/// any file). Call it only while no other process writes these files. Only regular files with a
-/// name that [`replace_file`] chooses are removed. A missing directory has none.
+/// Writes and syncs a new file.
+fn write(
+    file: &mut File,
+    content: &[u8],
+    mode: u32,
+    modified: Option<SystemTime>,
+) -> io::Result<()> {
+    file.write_all(content)?;
+    file.set_permissions(Permissions::from_mode(mode))?;
+    if let Some(modified) = modified {
+        file.set_modified(modified)?;
+    }
+    file.sync_all()
+}
+
+/// Removes the temporary files in `dir` that crashed writers of the file `name` left. If `name` is
+/// `None`, the temporary files of all names are removed. Call it only while no other process writes
+/// these files. Only regular files with a name that [`replace_file`] chooses are removed. Nothing
+/// happens if the directory is missing.
 ///
 /// # Errors
 /// An error of the file system. Some of them may be left.
@@ -93,7 +103,8 @@ pub fn remove_temporary_files(dir: &Path, name: Option<&OsStr>) -> io::Result<()
     Ok(())
 }
 
-/// The name of the file that a temporary file was written for; `None` if it is no temporary file.
+/// The name of the file that a temporary file was written for, or `None` if `name` is not the name
+/// of a temporary file.
 fn target_of(name: &str) -> Option<&str> {
     let (target, random) = name.strip_prefix(TEMPORARY)?.rsplit_once('-')?;
     let is_ours = random.len() == 16 && random.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -108,14 +119,15 @@ mod tests {
     fn only_temporary_files_of_crashed_writers_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let names = || {
-            let entries = fs::read_dir(dir.path()).unwrap();
-            let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-            let mut names: Vec<_> = names.collect();
+            let mut names: Vec<_> = fs::read_dir(dir.path())
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                .collect();
             names.sort();
             names
         };
-        let (of_file, of_other) =
-            (".flannel-tmp-a-b-0123456789abcdef", ".flannel-tmp-other-0123456789abcdef");
+        let of_file = ".flannel-tmp-a-b-0123456789abcdef";
+        let of_other = ".flannel-tmp-other-0123456789abcdef";
         let kept = [
             ".flannel-tmp-a-b-0123456789abcde",
             ".flannel-tmp-a-b-0123456789abcdeg",
@@ -147,16 +159,19 @@ mod tests {
         let path = dir.path().join("file");
         let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
         replace(&path, b"one", 0o644, None).unwrap();
-        assert_eq!((fs::read(&path).unwrap().as_slice(), mode()), (b"one".as_slice(), 0o644));
+        assert_eq!(fs::read(&path).unwrap(), b"one");
+        assert_eq!(mode(), 0o644);
         fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
         let time = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000_000);
         replace(&path, b"two", 0o644, Some(time)).unwrap();
-        assert_eq!((fs::read(&path).unwrap().as_slice(), mode()), (b"two".as_slice(), 0o600));
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(mode(), 0o600);
         assert_eq!(fs::metadata(&path).unwrap().modified().unwrap(), time);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 
         // A planted link.
-        let (link, target) = (dir.path().join("link"), dir.path().join("file"));
+        let link = dir.path().join("link");
+        let target = dir.path().join("file");
         std::os::unix::fs::symlink(&target, &link).unwrap();
         replace_file(&link, b"three", 0o640).unwrap();
         let metadata = fs::symlink_metadata(&link).unwrap();

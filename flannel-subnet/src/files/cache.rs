@@ -2,8 +2,8 @@
 //!
 //! A file that is damaged, belongs to another store or has a newer version is ignored. Peers'
 //! leases from the cache create and replace objects but delete none. The own lease is valid only
-//! until its end: by boot time if the machine was not restarted since the file was written, else by
-//! wall clock.
+//! until its end. The end counts by boot time if the machine was not restarted since the file was
+//! written, else by wall clock.
 //!
 //! The file is text. The first line has the format, its version and a checksum of the rest. The
 //! second line is a JSON object with common values. Each other line is a lease: key, `since`,
@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{atomic, fnv1a, own::read_own_file};
 use crate::clock::Clock;
-use crate::registry::{ConfigText, HolderId};
+use crate::registry::{ConfigText, HolderId, HolderIdError};
 
 const FORMAT: &str = "flannel-leases";
 /// The version that this build writes and reads.
@@ -45,14 +45,14 @@ pub struct Saved {
     pub written: SystemTime,
     /// The leases of all nodes.
     pub leases: LeaseSet,
-    /// The network config; `None` if it is not known.
+    /// The network config, or `None` if it is not known.
     pub config: Option<ConfigText>,
-    /// The own lease and the ID of its holder; `None` if this node held no lease.
+    /// The own lease and the ID of its holder, or `None` if this node held no lease.
     pub own: Option<(Lease, HolderId)>,
-    /// The end of the own lease by boot time. `None`: it has no end, or the store has not confirmed
-    /// it since the machine was started.
+    /// The end of the own lease by boot time. It is `None` if the lease has no end, or if the store
+    /// has not confirmed the lease since the machine was started.
     pub own_end: Option<BootTime>,
-    /// The subnets of the last own lease, if another node with this node's public address took it;
+    /// The subnets of the last own lease if another node with this node's public address took it,
     /// else `None`.
     pub lost: Option<Subnets>,
 }
@@ -89,8 +89,9 @@ impl Saved {
         self.own.as_ref().filter(|(_, held_by)| *held_by == holder).map(|(lease, _)| lease)
     }
 
-    /// The end of the own lease if it is still to come, else `None`. After a restart of the
-    /// machine, a wall clock before the time of writing was set back, and the lease is not valid.
+    /// The end of the own lease, or `None` if it has passed. If the machine was restarted and its
+    /// wall clock is before the time of writing, the clock was set back, and the lease is not
+    /// valid.
     pub(crate) fn own_end(&self, clock: &dyn Clock) -> Option<SavedEnd> {
         let (lease, _) = self.own.as_ref()?;
         let Some(wall) = lease.expires else { return Some(SavedEnd::Never) };
@@ -127,25 +128,29 @@ pub enum CacheError {
     },
 }
 
+/// The second line of the file. Builds that do not know `own_end` and `lost` ignore them.
 #[derive(Serialize, Deserialize)]
-struct Whole {
+struct CommonValues {
     store: String,
     /// Milliseconds since 1970.
     written: u64,
+    /// The location and the text.
     config: Option<(String, String)>,
-    own: Option<Own>,
-    /// Builds without these fields ignore them.
+    own: Option<OwnLease>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     own_end: Option<BootTime>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lost: Option<String>,
 }
 
+/// The own lease in the second line.
 #[derive(Serialize, Deserialize)]
-struct Own {
+struct OwnLease {
+    /// The line of the lease.
     lease: String,
     #[serde(rename = "mark")]
     holder: String,
+    /// Milliseconds since 1970.
     expires: Option<u64>,
 }
 
@@ -154,8 +159,10 @@ fn millis(time: SystemTime) -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn time(millis: u64) -> Option<SystemTime> {
-    SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis))
+fn time(millis: u64) -> Result<SystemTime, String> {
+    SystemTime::UNIX_EPOCH
+        .checked_add(Duration::from_millis(millis))
+        .ok_or_else(|| format!("{millis} is not a time"))
 }
 
 mod whole_millis {
@@ -176,12 +183,16 @@ mod whole_millis {
     }
 }
 
-fn line(lease: &Lease) -> String {
+fn lease_line(lease: &Lease) -> String {
     format!("{} {} {} {}", lease.subnets, lease.since, lease.revision, lease.attrs.to_json())
 }
 
-fn key(text: &str) -> Result<Subnets, String> {
+fn parse_key(text: &str) -> Result<Subnets, String> {
     text.parse().map_err(|error: flannel_core::address::ParseError| error.to_string())
+}
+
+fn parse_revision(text: &str) -> Result<Revision, String> {
+    text.parse().map(Revision).map_err(|_| format!("{text:?} is not a revision"))
 }
 
 /// The value in the line of a lease.
@@ -189,19 +200,20 @@ fn value_of(line: &str) -> &str {
     line.splitn(4, ' ').nth(3).unwrap_or_default()
 }
 
-fn lease(line: &str) -> Result<Lease, String> {
+fn parse_lease(line: &str) -> Result<Lease, String> {
     let mut parts = line.splitn(4, ' ');
     let mut part =
         || parts.next().ok_or_else(|| format!("{line:?} is not a lease: KEY SINCE REVISION VALUE"));
-    let (subnets, since, revision, value) = (part()?, part()?, part()?, part()?);
-    let number =
-        |text: &str| text.parse().map(Revision).map_err(|_| format!("{text:?} is not a revision"));
+    let key = part()?;
+    let since = part()?;
+    let revision = part()?;
+    let value = part()?;
     Ok(Lease {
-        subnets: key(subnets)?,
-        attrs: LeaseAttrs::from_json(value).map_err(|error| format!("{subnets}: {error}"))?,
+        subnets: parse_key(key)?,
+        attrs: LeaseAttrs::from_json(value).map_err(|error| format!("{key}: {error}"))?,
         expires: None,
-        since: number(since)?,
-        revision: number(revision)?,
+        since: parse_revision(since)?,
+        revision: parse_revision(revision)?,
     })
 }
 
@@ -215,7 +227,8 @@ impl Cache {
         }
     }
 
-    /// A cache that is no file. All clones share its content, which stays as long as one of them.
+    /// A cache in memory instead of a file. All clones share its content, which stays as long as
+    /// one of them.
     #[cfg(feature = "testing")]
     pub fn in_memory() -> Self {
         Self { path: PathBuf::from("memory"), memory: Some(std::sync::Arc::default()) }
@@ -226,7 +239,7 @@ impl Cache {
         &self.path
     }
 
-    /// Whether it is a file, so that it takes time to write it.
+    /// Whether the cache is a file, which takes time to write.
     pub(crate) fn is_file(&self) -> bool {
         #[cfg(feature = "testing")]
         return self.memory.is_none();
@@ -247,11 +260,16 @@ impl Cache {
             *flannel_core::runtime::lock(memory) = Some(saved.clone());
             return Ok(());
         }
-        let io = |source| CacheError::Io { path: self.path.clone(), source };
         if let Some(dir) = self.path.parent() {
-            fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(io)?;
+            let mut builder = fs::DirBuilder::new();
+            builder.recursive(true).mode(0o700).create(dir).map_err(|error| self.io(error))?;
         }
-        atomic::replace(&self.path, text(saved).as_bytes(), 0o600, None).map_err(io)
+        atomic::replace(&self.path, text(saved).as_bytes(), 0o600, None)
+            .map_err(|error| self.io(error))
+    }
+
+    fn io(&self, source: io::Error) -> CacheError {
+        CacheError::Io { path: self.path.clone(), source }
     }
 
     /// Reads the file.
@@ -263,18 +281,17 @@ impl Cache {
     /// # Blocking
     /// Reads one file.
     pub fn load(&self) -> Result<Saved, CacheError> {
-        let io = |source| CacheError::Io { path: self.path.clone(), source };
         #[cfg(feature = "testing")]
         if let Some(memory) = &self.memory {
             let saved = flannel_core::runtime::lock(memory).clone();
-            return saved.ok_or_else(|| io(io::ErrorKind::NotFound.into()));
+            return saved.ok_or_else(|| self.io(io::ErrorKind::NotFound.into()));
         }
-        let bytes = read_own_file(&self.path).map_err(io)?;
+        let bytes = read_own_file(&self.path).map_err(|error| self.io(error))?;
         parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
     }
 
-    /// Reads the file if it belongs to `store`. Without a file it returns `None`. Any other file is
-    /// ignored with a warning.
+    /// Reads the file if it belongs to `store`. Returns `None` if the file does not exist. A file
+    /// that is damaged or belongs to another store is ignored with a warning.
     ///
     /// # Blocking
     /// Reads one file.
@@ -293,12 +310,12 @@ impl Cache {
 }
 
 fn text(saved: &Saved) -> String {
-    let own = saved.own.as_ref().map(|(lease, holder)| Own {
-        lease: line(lease),
+    let own = saved.own.as_ref().map(|(lease, holder)| OwnLease {
+        lease: lease_line(lease),
         holder: holder.to_string(),
         expires: lease.expires.map(millis),
     });
-    let whole = Whole {
+    let common = CommonValues {
         store: saved.store.clone(),
         written: millis(saved.written),
         config: saved.config.clone().map(|config| (config.location, config.text)),
@@ -308,10 +325,10 @@ fn text(saved: &Saved) -> String {
     };
     // Serialization fails only for I/O and for maps with keys that are not strings.
     let mut body =
-        serde_json::to_string(&whole).expect("a struct of strings and numbers serializes");
+        serde_json::to_string(&common).expect("a struct of strings and numbers serializes");
     for lease in saved.leases.iter() {
         // Writing to a string does not fail.
-        let _ = write!(body, "\n{}", line(lease));
+        let _ = write!(body, "\n{}", lease_line(lease));
     }
     body.push('\n');
     format!("{FORMAT} {VERSION} {:016x}\n{body}", fnv1a(body.as_bytes()))
@@ -319,9 +336,10 @@ fn text(saved: &Saved) -> String {
 
 fn parse(bytes: &[u8]) -> Result<Saved, String> {
     let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("its first line does not end")?;
-    let (head, body) = (String::from_utf8_lossy(&bytes[..end]), &bytes[end + 1..]);
+    let first_line = String::from_utf8_lossy(&bytes[..end]);
+    let body = &bytes[end + 1..];
     let malformed = || format!("its first line is not \"{FORMAT} VERSION CHECKSUM\"");
-    let parts: Vec<&str> = head.split(' ').collect();
+    let parts: Vec<&str> = first_line.split(' ').collect();
     let [FORMAT, version, rest @ ..] = &parts[..] else { return Err(malformed()) };
     if *version != VERSION {
         return Err(format!("it has version {version:?}, this build reads version {VERSION}"));
@@ -334,33 +352,28 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
     }
     let body = std::str::from_utf8(body).map_err(|error| error.to_string())?;
     let mut lines = body.lines();
-    let whole: Whole = serde_json::from_str(lines.next().unwrap_or_default())
+    let common: CommonValues = serde_json::from_str(lines.next().unwrap_or_default())
         .map_err(|error| format!("line 2: {error}"))?;
-    let instant = |millis| time(millis).ok_or_else(|| format!("{millis} is not a time"));
-    let own = match whole.own {
-        Some(own) => {
-            let expires = own.expires.map(instant).transpose()?;
-            let holder = own
-                .holder
-                .parse()
-                .map_err(|error: crate::registry::HolderIdError| error.to_string())?;
-            Some((Lease { expires, ..lease(&own.lease)? }, holder))
-        }
-        None => None,
-    };
     Ok(Saved {
-        store: whole.store,
-        written: instant(whole.written)?,
+        store: common.store,
+        written: time(common.written)?,
         // An earlier version may have written values of any size.
         leases: lines
             .filter(|line| TooLarge::check(value_of(line).len()).is_ok())
-            .map(lease)
+            .map(parse_lease)
             .collect::<Result<_, _>>()?,
-        config: whole.config.map(|(location, text)| ConfigText { location, text }),
-        own,
-        own_end: whole.own_end,
-        lost: whole.lost.as_deref().map(key).transpose()?,
+        config: common.config.map(|(location, text)| ConfigText { location, text }),
+        own: common.own.as_ref().map(parse_own).transpose()?,
+        own_end: common.own_end,
+        lost: common.lost.as_deref().map(parse_key).transpose()?,
     })
+}
+
+fn parse_own(own: &OwnLease) -> Result<(Lease, HolderId), String> {
+    let lease = parse_lease(&own.lease)?;
+    let expires = own.expires.map(time).transpose()?;
+    let holder = own.holder.parse().map_err(|error: HolderIdError| error.to_string())?;
+    Ok((Lease { expires, ..lease }, holder))
 }
 
 #[cfg(test)]
@@ -426,7 +439,8 @@ mod tests {
         }
         assert_eq!(fs::read_dir(dir.path().join("new")).unwrap().count(), 1);
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        assert_eq!((mode(&dir.path().join("new")), mode(cache.path())), (0o700, 0o600));
+        assert_eq!(mode(&dir.path().join("new")), 0o700);
+        assert_eq!(mode(cache.path()), 0o600);
         fs::rename(cache.path(), dir.path().join("target")).unwrap();
         std::os::unix::fs::symlink("../target", cache.path()).unwrap();
         let error = cache.load().unwrap_err().to_string();
@@ -467,8 +481,8 @@ mod tests {
 
     #[test]
     fn the_own_lease_counts_until_its_end() {
-        let (wall, boot) = (SavedEnd::Wall(at(2_000)), Duration::from_millis(500_001));
-        let same = SavedEnd::SameBoot(boot);
+        let wall = SavedEnd::Wall(at(2_000));
+        let same = SavedEnd::SameBoot(Duration::from_millis(500_001));
         for (boot, boottime, now, end) in [
             (None, 9, 1_000, Some(wall)),
             (None, 9, 1_999, Some(wall)),

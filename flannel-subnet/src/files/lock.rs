@@ -23,7 +23,7 @@ pub struct FileLock {
 
 impl FileLock {
     /// Locks the file, which is created if it is missing, with the mode 0600. Does not wait.
-    /// `None`: another process holds the lock.
+    /// Returns `None` if another process holds the lock.
     ///
     /// # Errors
     /// The file system refuses.
@@ -31,12 +31,8 @@ impl FileLock {
     /// # Blocking
     /// Opens a file.
     pub fn take(path: &Path) -> io::Result<Option<Self>> {
-        let create = || {
-            let mut options = OpenOptions::new();
-            own::open(options.read(true).append(true).create(true).mode(MODE), path)
-        };
         // Opened for reading, because closing a file that was open for writing wakes watches.
-        let file = own::open(OpenOptions::new().read(true), path).or_else(|_| create())?;
+        let file = own::open(OpenOptions::new().read(true), path).or_else(|_| create(path))?;
         // Earlier builds left the mode to the umask. Only the owner can change it.
         if file.metadata()?.permissions().mode() & 0o777 & !MODE != 0 {
             let _ = file.set_permissions(Permissions::from_mode(MODE));
@@ -44,7 +40,7 @@ impl FileLock {
         let lock = |file| Flock::lock(file, FlockArg::LockExclusiveNonblock);
         // NFS locks only a file that is open for writing.
         let locked = match lock(file) {
-            Err((_, Errno::EBADF)) => lock(create()?),
+            Err((_, Errno::EBADF)) => lock(create(path)?),
             locked => locked,
         };
         match locked {
@@ -72,6 +68,11 @@ impl FileLock {
     }
 }
 
+/// Opens the file for writing, and creates it if it is missing.
+fn create(path: &Path) -> io::Result<File> {
+    own::open(OpenOptions::new().read(true).append(true).create(true).mode(MODE), path)
+}
+
 /// A process that holds a lock, for a message.
 pub(crate) fn holder_text(holder: Option<&LockHolder>) -> String {
     holder.map_or_else(|| "another process".to_owned(), LockHolder::to_string)
@@ -87,19 +88,40 @@ fn holding_process(path: &Path) -> Option<LockHolder> {
 }
 
 /// The process that holds the lock of a file, by the text of `/proc/locks`. `id` is
-/// `MAJOR:MINOR:INODE`. On btrfs and overlayfs the lock has another device than the file. There a
-/// lock counts that is the only one with the inode.
+/// `MAJOR:MINOR:INODE`. On btrfs and overlayfs the lock has another device than the file. There, a
+/// lock counts if no other lock has the same inode.
 fn pid_of(locks: &str, id: &str) -> Option<u32> {
-    let inode = |id: &str| id.rsplit(':').next().map(str::to_owned);
-    // `1: FLOCK  ADVISORY  WRITE 4711 fe:00:10274300 0 EOF`. A waiting process has `->`.
-    let flock = |line: &str| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let [_, "FLOCK", _, _, pid, file, ..] = fields.as_slice() else { return None };
-        (inode(file) == inode(id)).then_some((pid.parse().ok()?, *file == id))
+    let same_inode: Vec<LockLine<'_>> = locks
+        .lines()
+        .filter_map(LockLine::parse)
+        .filter(|lock| inode(lock.file) == inode(id))
+        .collect();
+    let found = match &same_inode[..] {
+        [only] => Some(only),
+        several => several.iter().find(|lock| lock.file == id),
     };
-    let alike: Vec<(u32, bool)> = locks.lines().filter_map(flock).collect();
-    let exact = alike.iter().find(|(_, is_exact)| *is_exact);
-    exact.or_else(|| alike.first().filter(|_| alike.len() == 1)).map(|(pid, _)| *pid)
+    found.map(|lock| lock.pid)
+}
+
+/// A held `flock` in `/proc/locks`.
+struct LockLine<'a> {
+    pid: u32,
+    /// `MAJOR:MINOR:INODE`.
+    file: &'a str,
+}
+
+impl<'a> LockLine<'a> {
+    /// Reads a line such as `1: FLOCK  ADVISORY  WRITE 4711 fe:00:10274300 0 EOF`. The line of a
+    /// waiting process has `->` before `FLOCK`, and is not read.
+    fn parse(line: &'a str) -> Option<Self> {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [_, "FLOCK", _, _, pid, file, ..] = fields[..] else { return None };
+        Some(Self { pid: pid.parse().ok()?, file })
+    }
+}
+
+fn inode(id: &str) -> Option<&str> {
+    id.rsplit(':').next()
 }
 
 #[cfg(test)]
@@ -127,7 +149,8 @@ mod tests {
     #[test]
     fn a_planted_link_or_pipe_is_not_locked() {
         let dir = tempfile::tempdir().unwrap();
-        let (target, link) = (dir.path().join("target"), dir.path().join("lock"));
+        let target = dir.path().join("target");
+        let link = dir.path().join("lock");
         fs::write(&target, "").unwrap();
         std::os::unix::fs::symlink(&target, &link).unwrap();
         let error = FileLock::take(&link).unwrap_err().to_string();

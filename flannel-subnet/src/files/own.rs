@@ -1,4 +1,4 @@
-//! Opening files of this program. What stands at their place may be another user's.
+//! Opens files of this program. Another user may have put something else in their place.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -15,20 +15,21 @@ use nix::fcntl::OFlag;
 /// It is not a regular file, or the file system refuses.
 pub(crate) fn open(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
-    let regular = |is_regular: bool, what: &str| {
-        if is_regular {
-            Ok(())
+    let file = options.custom_flags(flags.bits()).open(path).map_err(|error| {
+        if error.raw_os_error() == Some(Errno::ELOOP as i32) {
+            not_a_file("a symbolic link")
         } else {
-            Err(io::Error::other(format!("it is {what}, expected a regular file: remove it")))
+            error
         }
-    };
-    let opened = options.custom_flags(flags.bits()).open(path);
-    let is_link =
-        matches!(&opened, Err(error) if error.raw_os_error() == Some(Errno::ELOOP as i32));
-    regular(!is_link, "a symbolic link")?;
-    let file = opened?;
-    regular(file.metadata()?.is_file(), "a directory, a pipe or a device")?;
+    })?;
+    if !file.metadata()?.is_file() {
+        return Err(not_a_file("a directory, a pipe or a device"));
+    }
     Ok(file)
+}
+
+fn not_a_file(what: &str) -> io::Error {
+    io::Error::other(format!("it is {what}, expected a regular file: remove it"))
 }
 
 /// Reads a file of a state directory. A symbolic link is not followed.

@@ -1,9 +1,9 @@
 //! `subnet.env`, which publishes this host's subnet to container runtimes and CNI plugins.
 //!
-//! Other programs parse the file, so its bytes are those of Go flannel.
+//! Other programs parse the file, so it has the same bytes as Go flannel's file.
 //!
-//! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`; the syntax
-//! is that of godotenv.
+//! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`, which reads
+//! the syntax of godotenv.
 
 use std::convert::Infallible;
 use std::fs::{self, DirBuilder};
@@ -24,8 +24,9 @@ use super::atomic;
 use crate::clock::{Clock, SystemClock};
 use crate::runtime::readable;
 
-/// The pause after the file was removed.
-const REMOVED: Duration = Duration::from_millis(200);
+/// The pause between the removal of the file and its restoration. A program that removes it all the
+/// time must not keep a core busy.
+const RESTORE_PAUSE: Duration = Duration::from_millis(200);
 
 /// The content of `subnet.env`. `Display` is the text of the file.
 ///
@@ -44,7 +45,7 @@ const REMOVED: Duration = Duration::from_millis(200);
 pub struct SubnetEnv {
     /// The pod networks of the enabled families.
     pub networks: Dual<Subnet>,
-    /// This host's subnets. The file has their second address, which is that of the bridge.
+    /// This host's subnets. The file has their second address, which is the address of the bridge.
     pub subnets: Dual<Subnet>,
     /// The MTU of pods, in bytes.
     pub mtu: u32,
@@ -71,7 +72,7 @@ pub enum SubnetEnvError {
         path: PathBuf,
         /// The line number, from 1.
         line: usize,
-        /// The key; the whole line if it has none.
+        /// The key, or the whole line if it has no key.
         key: String,
         /// The value.
         value: String,
@@ -88,23 +89,29 @@ pub enum SubnetEnvError {
     },
 }
 
-const fn keys(family: Family) -> (&'static str, &'static str) {
+const fn network_key(family: Family) -> &'static str {
     match family {
-        Family::V4 => ("FLANNEL_NETWORK", "FLANNEL_SUBNET"),
-        Family::V6 => ("FLANNEL_IPV6_NETWORK", "FLANNEL_IPV6_SUBNET"),
+        Family::V4 => "FLANNEL_NETWORK",
+        Family::V6 => "FLANNEL_IPV6_NETWORK",
+    }
+}
+
+const fn subnet_key(family: Family) -> &'static str {
+    match family {
+        Family::V4 => "FLANNEL_SUBNET",
+        Family::V6 => "FLANNEL_IPV6_SUBNET",
     }
 }
 
 impl fmt::Display for SubnetEnv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for family in Family::BOTH {
-            let (network_key, subnet_key) = keys(family);
             if let Some(network) = self.networks[family] {
-                writeln!(f, "{network_key}={network}")?;
+                writeln!(f, "{}={network}", network_key(family))?;
             }
             if let Some(subnet) = self.subnets[family] {
                 let host = subnet.nth(1).unwrap_or_else(|| subnet.base());
-                writeln!(f, "{subnet_key}={host}/{}", subnet.len())?;
+                writeln!(f, "{}={host}/{}", subnet_key(family), subnet.len())?;
             }
         }
         writeln!(f, "FLANNEL_MTU={}", self.mtu)?;
@@ -135,32 +142,31 @@ impl SubnetEnv {
         atomic::replace(path, self.to_string().as_bytes(), 0o644, None).map_err(error)
     }
 
-    /// Calls `write` each time another program has removed the file at `path`. Returns only with
-    /// its error. If the file cannot be watched, it never returns.
+    /// Calls `write` each time another program has removed the file at `path`. Returns only when
+    /// `write` fails, with its error. If the file cannot be watched, it never returns.
     ///
     /// # Panics
     /// There is no tokio runtime with I/O enabled.
     ///
     /// # Cancel safety
-    /// A call of `write` may be dropped. Nothing else is lost.
+    /// A call of `write` may be dropped before it has finished. Nothing else is lost.
     pub async fn restore<E>(
         path: &Path,
         write: impl AsyncFn() -> Result<(), E>,
     ) -> Result<Infallible, E> {
-        let (shown, mut seldom) = (path.display(), Seldom::default());
+        let mut seldom = Seldom::default();
         loop {
             if let Err(error) = removed(path).await {
-                tracing::debug!(path = %shown, %error, "the file is not watched");
+                tracing::debug!(path = %path.display(), %error, "the file is not watched");
                 return std::future::pending().await;
             }
             if let Some(more) = seldom.line(SystemClock.boottime(), "removed") {
                 tracing::warn!(
-                    path = %shown, more,
+                    path = %path.display(), more,
                     "another program removed the file, restoring it"
                 );
             }
-            // A program that removes it all the time must not keep a core busy.
-            tokio::time::sleep(REMOVED).await;
+            tokio::time::sleep(RESTORE_PAUSE).await;
             write().await?;
         }
     }
@@ -176,8 +182,9 @@ impl SubnetEnv {
     /// # Blocking
     /// Reads one small file.
     pub fn read(path: &Path) -> Result<Self, SubnetEnvError> {
-        let error = |source| SubnetEnvError::Io { path: path.to_owned(), source };
-        Self::parse(&fs::read_to_string(path).map_err(error)?, path)
+        let text = fs::read_to_string(path)
+            .map_err(|source| SubnetEnvError::Io { path: path.to_owned(), source })?;
+        Self::parse(&text, path)
     }
 
     /// Parses the text of a file, as [`SubnetEnv::read`] does. `path` is for messages.
@@ -187,15 +194,15 @@ impl SubnetEnv {
     pub fn parse(text: &str, path: &Path) -> Result<Self, SubnetEnvError> {
         let mut env =
             Self { networks: Dual::default(), subnets: Dual::default(), mtu: 0, ip_masq: false };
-        let (mut mtu, mut ip_masq) = (None, None);
+        let mut mtu = None;
+        let mut ip_masq = None;
         for (number, text) in text.lines().enumerate() {
             let line = Line { path, number: number + 1, text };
             let Some((key, value)) = line.assignment()? else { continue };
             for family in Family::BOTH {
-                let (network_key, subnet_key) = keys(family);
-                if key == network_key {
+                if key == network_key(family) {
                     env.networks[family] = line.subnet(key, &value, family)?;
-                } else if key == subnet_key {
+                } else if key == subnet_key(family) {
                     env.subnets[family] = line.subnet(key, &value, family)?;
                 }
             }
@@ -242,7 +249,7 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Key and value; `None` for an empty line or a comment.
+    /// The key and the value, or `None` for an empty line or a comment.
     fn assignment(&self) -> Result<Option<(&'a str, String)>, SubnetEnvError> {
         let text = self.text.trim();
         if text.is_empty() || text.starts_with('#') {
@@ -252,7 +259,8 @@ impl<'a> Line<'a> {
         let Some((key, value)) = text.split_once(['=', ':']) else {
             return Err(self.error(text, "", "an assignment such as FLANNEL_MTU=1450"));
         };
-        let (key, value) = (key.trim(), value.trim());
+        let key = key.trim();
+        let value = value.trim();
         for quote in ['"', '\''] {
             let Some(quoted) = value.strip_prefix(quote) else { continue };
             let Some((value, _)) = quoted.split_once(quote) else {
@@ -286,17 +294,17 @@ impl<'a> Line<'a> {
             Family::V4 => "an IPv4 subnet such as 10.1.5.1/24",
             Family::V6 => "an IPv6 subnet such as fd00:0:0:5::1/64",
         };
-        let mut items = value.split(',').map(|item| {
-            let subnet: Option<Subnet> = item.trim().parse().ok();
-            subnet.filter(|subnet| subnet.family() == family && !subnet.is_everything())
-        });
-        if !value.contains(',') {
-            let subnet = items.next().flatten();
-            return subnet.map(Some).ok_or_else(|| self.error(key, value, expected));
+        let valid: Vec<Subnet> = value
+            .split(',')
+            .filter_map(|item| item.trim().parse::<Subnet>().ok())
+            .filter(|subnet| subnet.family() == family && !subnet.is_everything())
+            .collect();
+        match valid[..] {
+            [subnet] => Ok(Some(subnet)),
+            // Invalid items are errors only outside of a list.
+            _ if value.contains(',') => Ok(None),
+            _ => Err(self.error(key, value, expected)),
         }
-        let mut good = items.flatten();
-        let first = good.next();
-        Ok(if good.next().is_none() { first } else { None })
     }
 }
 
@@ -320,7 +328,8 @@ mod tests {
 
     #[test]
     fn subnet_env_has_the_bytes_of_go_flannel() {
-        let (v4, v6) = (("10.1.0.0/16", "10.1.5.0/24"), ("fd00::/48", "fd00:0:0:5::/64"));
+        let v4 = ("10.1.0.0/16", "10.1.5.0/24");
+        let v6 = ("fd00::/48", "fd00:0:0:5::/64");
         let golden = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\n\
                       FLANNEL_IPV6_NETWORK=fd00::/48\nFLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\n\
                       FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
@@ -351,7 +360,8 @@ mod tests {
     #[tokio::test]
     async fn a_removed_file_is_written_again_and_a_changed_one_is_not() {
         let dir = tempfile::tempdir().unwrap();
-        let (path, other) = (dir.path().join("run/subnet.env"), dir.path().join("other"));
+        let path = dir.path().join("run/subnet.env");
+        let other = dir.path().join("other");
         let env = env(&[("10.1.0.0/16", "10.1.5.0/24")]);
         env.write_atomic(&path).unwrap();
         let written = AtomicUsize::new(0);
@@ -359,7 +369,7 @@ mod tests {
             written.fetch_add(1, Ordering::Relaxed);
             env.write_atomic(&path)
         };
-        let there = || {
+        let restored = || {
             test_support::eventually_async(
                 Duration::from_secs(20),
                 async || path.exists(),
@@ -368,18 +378,19 @@ mod tests {
         };
         let removals = async {
             fs::remove_file(&path).unwrap();
-            there().await;
+            restored().await;
             fs::write(&other, "FLANNEL_MTU=1").unwrap();
             fs::set_permissions(&other, fs::Permissions::from_mode(0o600)).unwrap();
             fs::rename(&other, &path).unwrap();
             fs::remove_dir_all(path.parent().unwrap()).unwrap();
-            there().await;
+            restored().await;
         };
         tokio::select! {
             failed = SubnetEnv::restore(&path, write) => match failed.unwrap() {},
             () = removals => {}
         }
-        assert_eq!((written.load(Ordering::Relaxed), SubnetEnv::read(&path).unwrap()), (2, env));
+        assert_eq!(written.load(Ordering::Relaxed), 2);
+        assert_eq!(SubnetEnv::read(&path).unwrap(), env);
     }
 
     #[test]

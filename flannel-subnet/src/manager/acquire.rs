@@ -1,4 +1,4 @@
-//! Acquiring a lease: this node's own lease if the store has it, else a free one.
+//! Acquires a lease: this node's own lease if the store has it, else free subnets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,32 +11,33 @@ use flannel_core::runtime::lock;
 use flannel_core::{Config, Error, Lease, Result, Subnet, Subnets};
 
 use super::LocalManager;
+use super::configs::Fetched;
 use super::hold::is_blank;
 use super::holding::{HeldLease, LeaseTerm};
-use super::listing::{earlier, fits, occupied, own_entry, unfit};
+use super::lease_list::{earlier, fits, occupied, own_entry, unfit};
 use crate::allocate::allocate;
 use crate::files::cache::SavedEnd;
-use crate::registry::{Entry, LeaseGrant, Listing, Registry};
+use crate::registry::{Entry, LeaseGrant, LeaseList, Registry};
 
 /// The result of one attempt to acquire a lease.
 enum Attempt {
     Acquired(Lease),
-    /// Another node took the subnets first. This is the store's content at that time.
-    Beaten(Listing),
+    /// Another node took the subnets first. These are the leases in the store at that time.
+    Taken(LeaseList),
     /// The store has changed and must be listed again.
-    Lost,
+    Conflict,
     /// The store has a key of these subnets, which its list does not show.
     Hidden(Subnets),
 }
 
 impl From<Option<Lease>> for Attempt {
     fn from(lease: Option<Lease>) -> Self {
-        lease.map_or(Self::Lost, Self::Acquired)
+        lease.map_or(Self::Conflict, Self::Acquired)
     }
 }
 
 /// Turns a conflict into `None`, so that the caller lists again.
-fn lost_race<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
+fn none_on_conflict<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
     match outcome {
         Err(Error::Conflict { .. }) => Ok(None),
         outcome => outcome,
@@ -46,17 +47,18 @@ fn lost_race<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
 impl LocalManager {
     /// Repeats attempts until one succeeds, or fails for another reason than a conflict.
     pub(super) async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
-        let (config, cached) = self.configs.for_lease(self.read_config()).await?;
+        let Fetched { value: config, is_cached } =
+            self.configs.for_lease(self.read_config()).await?;
         let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
         let mut listing = self.store.list().await?;
-        // Subnets that were hidden once, and those that were hidden again: the first time the key
-        // may just have been deleted.
-        let mut seen = None;
+        // Subnets count as hidden when they were hidden twice in a row. The first time, the key may
+        // just have been deleted.
+        let mut hidden_once = None;
         let mut hidden = Vec::new();
         loop {
             listing = match self.try_acquire(&config, attrs, &listing, &hidden).await? {
                 Attempt::Acquired(lease) if !self.holding.has_lapsed() => {
-                    if !cached {
+                    if !is_cached {
                         self.fallback.note_config_of(&config, &lease.subnets);
                         self.configs.used_for_lease(config);
                     }
@@ -68,15 +70,15 @@ impl LocalManager {
                     tracing::debug!("the store answered after the end of the lease, trying again");
                     self.store.list().await?
                 }
-                Attempt::Beaten(listing) => listing,
-                Attempt::Lost => {
+                Attempt::Taken(listing) => listing,
+                Attempt::Conflict => {
                     tracing::debug!("the store has changed meanwhile, trying again");
                     tokio::time::sleep(backoff.pause()).await;
                     self.store.list().await?
                 }
                 Attempt::Hidden(subnets) => {
                     tracing::debug!(%subnets, "the store has the key, but does not list it");
-                    if seen.replace(subnets) == Some(subnets) {
+                    if hidden_once.replace(subnets) == Some(subnets) {
                         hidden.push(subnets);
                     }
                     tokio::time::sleep(backoff.pause()).await;
@@ -91,21 +93,21 @@ impl LocalManager {
         &self,
         config: &Config,
         attrs: &LeaseAttrs,
-        listing: &Listing,
+        listing: &LeaseList,
         hidden: &[Subnets],
     ) -> Result<Attempt> {
         if let Some(entry) = own_entry(listing, &self.identity, config, attrs) {
             let subnets = entry.lease.subnets;
             self.leave_to_rival(entry, attrs)?;
             let Some(reason) = unfit(config, listing, entry) else {
-                return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
+                return none_on_conflict(self.take_over(entry, attrs).await).map(Attempt::from);
             };
             if entry.holder.is_some() {
                 tracing::warn!(%subnets, %reason, "this node's lease is deleted");
                 // Otherwise a restart without the store would find it in the cache.
                 self.fallback.forget_own(&subnets).await;
                 let deleted = self.store.delete(&subnets, entry.lease.revision).await;
-                return lost_race(deleted.map(|()| None)).map(Attempt::from);
+                return none_on_conflict(deleted.map(|()| None)).map(Attempt::from);
             }
             if lock(&self.unused).line(self.clock.boottime(), &reason).is_some() {
                 tracing::warn!(%subnets, %reason, "this node's reservation is not used");
@@ -118,19 +120,20 @@ impl LocalManager {
     /// of the two hosts would take it from the other at each start.
     fn leave_to_rival(&self, entry: &Entry, attrs: &LeaseAttrs) -> Result<()> {
         let subnets = entry.lease.subnets;
-        let theirs = match entry.holder {
+        let is_theirs = match entry.holder {
             Some(holder) => holder != self.identity.holder,
             None => entry.lease.attrs != *attrs && !is_blank(&entry.lease.attrs),
         };
-        if !theirs || self.fallback.lost() != Some(subnets) || self.had_another_flannel(&subnets) {
+        if !is_theirs || self.fallback.lost() != Some(subnets) || self.had_another_flannel(&subnets)
+        {
             return Ok(());
         }
-        let (gone, force) = match entry.holder {
-            Some(_) => {
-                ("no host has that ID in the file mark of its --state-dir any more", "--force ")
-            }
-            None => ("no other host has that address any more", ""),
+        let gone = if entry.holder.is_some() {
+            "no host has that ID in the file mark of its --state-dir any more"
+        } else {
+            "no other host has that address any more"
         };
+        let force = if entry.holder.is_some() { "--force " } else { "" };
         Err(Error::Refused {
             store: format!("{}: {subnets}", self.store),
             reason: format!(
@@ -149,7 +152,8 @@ impl LocalManager {
     }
 
     async fn take_over(&self, entry: &Entry, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
-        let (subnets, reserved) = (entry.lease.subnets, entry.holder.is_none());
+        let subnets = entry.lease.subnets;
+        let reserved = entry.holder.is_none();
         let ours = entry.holder == Some(self.identity.holder);
         let sent = self.clock.boottime();
         if entry.lease.attrs == *attrs && (ours || reserved) {
@@ -179,19 +183,22 @@ impl LocalManager {
         self.rewrite(&subnets, entry.lease.revision, attrs, reserved).await.map(Some)
     }
 
-    /// Takes the previous subnets if they are free, else other free subnets. Those that are
-    /// `hidden` are not free.
+    /// Takes the previous subnets if they are free, else other free subnets. The `hidden` subnets
+    /// are not free.
     async fn take_new(
         &self,
         config: &Config,
-        listing: &Listing,
+        listing: &LeaseList,
         attrs: &LeaseAttrs,
         hidden: &[Subnets],
     ) -> Result<Attempt> {
         let all: Vec<Subnets> = occupied(listing).chain(hidden.iter().copied()).collect();
-        let free = |subnets: &Subnets| !all.iter().any(|other| other.overlaps(subnets));
-        let previous = self.identity.previous.filter(|subnets| fits(config, subnets));
-        let subnets = match previous.filter(free) {
+        let previous = self
+            .identity
+            .previous
+            .filter(|subnets| fits(config, subnets))
+            .filter(|subnets| !all.iter().any(|other| other.overlaps(subnets)));
+        let subnets = match previous {
             Some(subnets) => subnets,
             None => self.pick(config, &all)?,
         };
@@ -199,7 +206,7 @@ impl LocalManager {
         let written = match self.store.create_or_list(&subnets, attrs, self.grant(false)).await? {
             Ok(entry) => self.undisputed(entry).await?,
             Err(now) if occupied(&now).any(|other| other.overlaps(&subnets)) => {
-                return Ok(Attempt::Beaten(now));
+                return Ok(Attempt::Taken(now));
             }
             Err(_) => return Ok(Attempt::Hidden(subnets)),
         };
@@ -210,8 +217,8 @@ impl LocalManager {
     fn pick(&self, config: &Config, occupied: &[Subnets]) -> Result<Subnets> {
         let occupied: Vec<Subnet> = occupied.iter().flat_map(Subnets::iter).collect();
         // Recently released subnets, as far as this node knows.
-        let freed = lock(&self.reflector).as_ref().map(|(reflector, _)| reflector.freed());
-        let freed: Vec<Subnet> = freed.iter().flatten().flat_map(Subnets::iter).collect();
+        let freed_keys = lock(&self.following).as_ref().map(|tasks| tasks.reflector.freed());
+        let freed: Vec<Subnet> = freed_keys.iter().flatten().flat_map(Subnets::iter).collect();
         let subnets: Dual<Subnet> = config.networks.try_map(|family, network| {
             let subnet = allocate(network, &occupied, &freed, |n| fastrand::u128(..n));
             subnet.ok_or_else(|| Error::OutOfSubnets { family, total: network.subnets() })
@@ -234,23 +241,22 @@ impl LocalManager {
             %subnets, other = %other.lease.subnets,
             "another node created a lease with one of the two subnets first, deleting ours"
         );
-        lost_race(self.store.delete(&subnets, entry.lease.revision).await.map(|()| None))
+        none_on_conflict(self.store.delete(&subnets, entry.lease.revision).await.map(|()| None))
     }
 
     /// Deletes the leases of this node other than `held`. A request whose answer was lost may have
     /// created one.
     pub(super) async fn sweep(&self, held: &Subnets) -> Result<()> {
-        let listing = self.store.list().await?;
-        let ours = |entry: &&Entry| {
-            entry.holder == Some(self.identity.holder) && entry.lease.subnets != *held
-        };
-        for stray in listing.entries.iter().filter(ours) {
-            let subnets = stray.lease.subnets;
+        for entry in self.store.list().await?.entries {
+            let subnets = entry.lease.subnets;
+            if entry.holder != Some(self.identity.holder) || subnets == *held {
+                continue;
+            }
             tracing::info!(
                 %subnets, %held,
                 "this node holds a second lease, which is deleted"
             );
-            lost_race(self.store.delete(&subnets, stray.lease.revision).await.map(Some))?;
+            none_on_conflict(self.store.delete(&subnets, entry.lease.revision).await.map(Some))?;
         }
         Ok(())
     }
@@ -268,7 +274,7 @@ impl LocalManager {
         Ok(self.settle(written, LeaseTerm::confirmed(sent, self.ttl)))
     }
 
-    /// The grant for a write; `None` for a reservation, which stays a reservation.
+    /// The grant for a write, or `None` for a reservation, which stays a reservation.
     pub(super) fn grant(&self, reserved: bool) -> Option<LeaseGrant> {
         (!reserved).then_some(LeaseGrant { holder: self.identity.holder, ttl: self.ttl })
     }
@@ -279,10 +285,14 @@ impl LocalManager {
         let mut lease = Arc::unwrap_or_clone(entry.lease);
         // If no clock can reach the time, the lease never expires.
         lease.expires = term.and_then(|term| term.expires(&*self.clock));
-        let Lease { subnets, revision, .. } = lease;
-        let attrs = lease.attrs.clone();
         self.fallback.remember_own();
-        self.holding.set(HeldLease { subnets, attrs, revision, term, cached: false });
+        self.holding.set(HeldLease {
+            subnets: lease.subnets,
+            attrs: lease.attrs.clone(),
+            revision: lease.revision,
+            term,
+            cached: false,
+        });
         lease
     }
 
@@ -299,12 +309,15 @@ impl LocalManager {
             %subnets, %error,
             "the lease cannot be requested from the store, using the one from the cache"
         );
-        // With changed attributes, any revision that the store shows must be checked.
-        let same = cached.attrs == *attrs;
-        let revision = if same { cached.revision } else { Revision::default() };
-        let term = LeaseTerm::cached(end, &*self.clock);
-        let held_lease = HeldLease { subnets, attrs: attrs.clone(), revision, term, cached: true };
-        self.holding.set(held_lease);
+        // If the attributes have changed, any revision that the store shows must be checked.
+        let is_same = cached.attrs == *attrs;
+        self.holding.set(HeldLease {
+            subnets,
+            attrs: attrs.clone(),
+            revision: if is_same { cached.revision } else { Revision::default() },
+            term: LeaseTerm::cached(end, &*self.clock),
+            cached: true,
+        });
         Lease { attrs: attrs.clone(), ..cached.clone() }
     }
 }

@@ -16,8 +16,8 @@ use flannel_core::{Config, Error, Lease, Result, SubnetManager, Subnets};
 use serde_json::Value;
 use tokio::sync::watch;
 
-use super::configs::Configs;
-use super::listing::as_stored;
+use super::configs::{Configs, Fetched};
+use super::lease_list::as_stored;
 use crate::clock::SystemClock;
 use crate::reflect::Reflector;
 use crate::registry::{Entry, Metered, Registry};
@@ -51,26 +51,27 @@ impl AssignedManager {
     }
 
     fn views(&self) -> watch::Receiver<View> {
-        let start = || Reflector::start(Arc::clone(&self.store) as _);
-        lock(&self.reflector).get_or_insert_with(start).views()
+        lock(&self.reflector)
+            .get_or_insert_with(|| Reflector::start(Arc::clone(&self.store) as _))
+            .views()
     }
 
-    /// The config, which is not cached.
-    async fn read_config(&self) -> Result<(Config, bool)> {
-        Ok((self.configs.read(&self.store.config().await?)?, false))
+    /// The config. This manager has no cache.
+    async fn read_config(&self) -> Result<Fetched<Config>> {
+        let config = self.configs.read(&self.store.config().await?)?;
+        Ok(Fetched { value: config, is_cached: false })
     }
 
     fn refused(&self, reason: String) -> Error {
         Error::Refused { store: self.store.to_string(), reason: reason.into() }
     }
 
-    /// The one entry whose public address is among `addresses`; `None` if there is none.
+    /// The only entry whose public address is among `addresses`, or `None` if no entry has one.
     async fn own(&self, addresses: &[IpAddr]) -> Result<Option<Entry>> {
         let listing = self.store.list().await?;
-        let mine = |entry: &Entry| {
+        let mut own = listing.entries.into_iter().filter(|entry| {
             entry.lease.attrs.preferred.public.values().any(|a| addresses.contains(a))
-        };
-        let mut own = listing.entries.into_iter().filter(mine);
+        });
         let first = own.next();
         if let (Some(first), Some(second)) = (&first, own.next()) {
             return Err(self.refused(format!(
@@ -81,11 +82,12 @@ impl AssignedManager {
         Ok(first)
     }
 
-    /// Refuses the entry if an attribute differs from those that this node will publish.
+    /// Refuses the entry if an attribute differs from the attribute that this node will publish.
     fn check(&self, subnets: &Subnets, written: &LeaseAttrs, ours: &LeaseAttrs) -> Result<()> {
-        let Some((field, theirs, ours)) = difference(written, ours) else { return Ok(()) };
+        let Some(difference) = difference(written, ours) else { return Ok(()) };
+        let Difference { field, written, ours } = difference;
         Err(self.refused(format!(
-            "subnets/{subnets}: {field} is {theirs}, but this host has {ours}: correct one of them"
+            "subnets/{subnets}: {field} is {written}, but this host has {ours}: correct one of them"
         )))
     }
 }
@@ -132,7 +134,7 @@ impl SubnetManager for AssignedManager {
             )));
         };
         self.check(&own.lease.subnets, &own.lease.attrs, &attrs)?;
-        self.configs.used_for_lease(self.configs.for_lease(self.read_config()).await?.0);
+        self.configs.used_for_lease(self.configs.for_lease(self.read_config()).await?.value);
         self.ownership.send_replace(Ownership::Held { until: None });
         Ok(Arc::unwrap_or_clone(own.lease))
     }
@@ -158,8 +160,10 @@ impl SubnetManager for AssignedManager {
                             Some(lease) => LeaseEnd::Moved { to: lease.subnets },
                             None => LeaseEnd::Deleted,
                         };
-                        let (since, why) = (SystemTime::now(), Loss::Ended(end.clone()));
-                        self.ownership.send_replace(Ownership::Lost { since, why });
+                        self.ownership.send_replace(Ownership::Lost {
+                            since: SystemTime::now(),
+                            why: Loss::Ended(end.clone()),
+                        });
                         return Ok(end);
                     }
                 }
@@ -192,32 +196,50 @@ fn shares_address(one: &Lease, other: &Lease) -> bool {
         .any(|address| other.attrs.preferred.public.values().any(|a| a == address))
 }
 
-/// The first attribute that differs: its name, and both values as text.
-fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<(String, String, String)> {
+/// An attribute that differs, with both values as text.
+#[derive(Debug, PartialEq, Eq)]
+struct Difference {
+    field: String,
+    written: String,
+    ours: String,
+}
+
+/// The first attribute that differs.
+fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<Difference> {
     let value = |attrs: &LeaseAttrs| serde_json::from_str(&attrs.to_json()).unwrap_or(Value::Null);
-    let (written, ours) = (value(written), value(ours));
+    let written = value(written);
+    let ours = value(ours);
     ["PublicIP", "PublicIPv6", "BackendType", "BackendData", "BackendV6Data"]
         .into_iter()
         .find_map(|field| json_difference(field, &written[field], &ours[field]))
 }
 
-/// The first field that differs, if both values are objects. Names are case-insensitive.
-fn json_difference(path: &str, written: &Value, ours: &Value) -> Option<(String, String, String)> {
-    let text = |value: &Value| match value {
+/// The first difference between two values. If both are objects, it is a difference of a field.
+fn json_difference(path: &str, written: &Value, ours: &Value) -> Option<Difference> {
+    let (Value::Object(written), Value::Object(ours)) = (written, ours) else {
+        return (written != ours).then(|| Difference {
+            field: path.to_owned(),
+            written: shown(written),
+            ours: shown(ours),
+        });
+    };
+    ours.keys().chain(written.keys()).find_map(|name| {
+        json_difference(&format!("{path}.{name}"), &field(written, name), &field(ours, name))
+    })
+}
+
+fn shown(value: &Value) -> String {
+    match value {
         Value::Null => "absent".to_owned(),
         value if value == "0.0.0.0" => "absent".to_owned(),
         value => value.to_string(),
-    };
-    let (Value::Object(written), Value::Object(ours)) = (written, ours) else {
-        return (written != ours).then(|| (path.to_owned(), text(written), text(ours)));
-    };
-    let find = |object: &serde_json::Map<String, Value>, field: &str| {
-        let found = object.iter().find(|(name, _)| name.eq_ignore_ascii_case(field));
-        found.map_or(Value::Null, |(_, value)| value.clone())
-    };
-    ours.keys().chain(written.keys()).find_map(|field| {
-        json_difference(&format!("{path}.{field}"), &find(written, field), &find(ours, field))
-    })
+    }
+}
+
+/// The value of a field, or `null` if the object has no such field. Names are case-insensitive.
+fn field(object: &serde_json::Map<String, Value>, name: &str) -> Value {
+    let found = object.iter().find(|(other, _)| other.eq_ignore_ascii_case(name));
+    found.map_or(Value::Null, |(_, value)| value.clone())
 }
 
 #[cfg(test)]
@@ -240,7 +262,11 @@ mod tests {
                 Some(("PublicIPv6", r#""fd00::7""#, "absent")),
             ),
         ] {
-            let expected = expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned()));
+            let expected = expected.map(|(field, written, ours)| Difference {
+                field: field.to_owned(),
+                written: written.to_owned(),
+                ours: ours.to_owned(),
+            });
             assert_eq!(difference(&attrs(written), &ours), expected, "{written}");
         }
     }

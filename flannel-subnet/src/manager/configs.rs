@@ -9,6 +9,14 @@ use flannel_core::{Config, Error, Result};
 
 use crate::registry::{ConfigText, Registry};
 
+/// A value of the store, read from the store or from the cache.
+#[derive(Debug, Clone)]
+pub(super) struct Fetched<T> {
+    pub(super) value: T,
+    /// It comes from the cache.
+    pub(super) is_cached: bool,
+}
+
 /// The network configs that a manager has read and used.
 #[derive(Debug, Default)]
 pub(super) struct Configs {
@@ -32,33 +40,33 @@ impl Configs {
         Ok(config)
     }
 
-    /// Notes a returned config. The second part is true if it comes from a cache.
-    pub(super) fn hand_out(&self, (config, cached): (Config, bool)) -> Config {
-        *lock(&self.handed_out) = (!cached).then(|| config.clone());
-        config
+    /// Notes a config that the manager returns to its caller.
+    pub(super) fn hand_out(&self, read: Fetched<Config>) -> Config {
+        *lock(&self.handed_out) = (!read.is_cached).then(|| read.value.clone());
+        read.value
     }
 
-    /// Takes the first lease from this config, as if it were the one returned last.
+    /// Takes the first lease from this config, as if it were the config returned last.
     pub(super) fn prefer(&self, config: &Config) {
         if !self.has_lease() {
             *lock(&self.handed_out) = Some(config.clone());
         }
     }
 
-    /// The config to take a lease from: the one returned last, else the result of `read`. A lease
-    /// depends only on the networks, which cannot change, so a wrong config does not prevent a
-    /// lease from being restored. The second part is true if the config comes from a cache.
+    /// The config to take a lease from: the config returned last, else the result of `read`. A
+    /// lease depends only on the networks, which cannot change, so a wrong config does not prevent
+    /// a lease from being restored.
     pub(super) async fn for_lease(
         &self,
-        read: impl Future<Output = Result<(Config, bool)>>,
-    ) -> Result<(Config, bool)> {
+        read: impl Future<Output = Result<Fetched<Config>>>,
+    ) -> Result<Fetched<Config>> {
         let handed_out = lock(&self.handed_out).clone();
         if let Some(config) = handed_out {
-            return Ok((config, false));
+            return Ok(Fetched { value: config, is_cached: false });
         }
         match (read.await, &*lock(&self.used)) {
             (Err(Error::Config { .. } | Error::NoConfig { .. }), Some(used)) => {
-                Ok((used.clone(), false))
+                Ok(Fetched { value: used.clone(), is_cached: false })
             }
             (read, _) => read,
         }
@@ -145,18 +153,19 @@ mod tests {
 
     #[tokio::test]
     async fn a_selected_config_decides_about_the_first_lease_only() {
-        let [stored, selected] = ["10.1.0.0/16", "10.2.0.0/16"].map(config);
+        let stored = config("10.1.0.0/16");
+        let selected = config("10.2.0.0/16");
         let configs = Configs::default();
-        let lease_of = async || {
+        let for_lease = async || {
             let read = async { unreachable!("a config was returned") };
-            configs.for_lease(read).await.unwrap().0
+            configs.for_lease(read).await.unwrap().value
         };
-        configs.hand_out((stored.clone(), false));
-        assert_eq!(lease_of().await, stored);
+        configs.hand_out(Fetched { value: stored.clone(), is_cached: false });
+        assert_eq!(for_lease().await, stored);
         configs.prefer(&selected);
-        assert_eq!(lease_of().await, selected);
+        assert_eq!(for_lease().await, selected);
         configs.used_for_lease(selected.clone());
         configs.prefer(&stored);
-        assert_eq!(lease_of().await, selected);
+        assert_eq!(for_lease().await, selected);
     }
 }

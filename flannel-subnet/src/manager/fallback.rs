@@ -10,8 +10,9 @@ use flannel_core::runtime::{Task, blocking, lock};
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{Notify, watch};
 
+use super::configs::Fetched;
 use super::holding::{HeldLease, Holding};
-use super::listing::is_config_of;
+use super::lease_list::is_config_of;
 use crate::clock::Clock;
 use crate::files::cache::{BootTime, Cache, Saved, SavedEnd};
 use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
@@ -28,13 +29,14 @@ pub(super) struct Fallback {
     store: Arc<Metered>,
     clock: Arc<dyn Clock>,
     holder: HolderId,
-    /// `None`: the manager has no cache.
+    /// `None` if the manager has no cache.
     cache: Option<Cache>,
+    /// The content of the cache at the start.
     loaded: Option<Saved>,
     /// The time for the store's first answer is over.
-    absent: AtomicBool,
+    is_patience_over: AtomicBool,
     /// The log has a line that the config comes from the cache.
-    warned: AtomicBool,
+    is_config_logged: AtomicBool,
     /// The config to save.
     config: Mutex<Option<ConfigText>>,
     /// See [`Saved::lost`].
@@ -42,8 +44,9 @@ pub(super) struct Fallback {
     /// The own lease that is being deleted. It is not saved again, although it is still held.
     forgotten: Mutex<Option<Subnets>>,
     config_changed: Notify,
+    /// Held while the cache is written.
     saving: Mutex<()>,
-    /// Lines about failures to save.
+    /// Log lines: the cache cannot be written.
     unwritten: Mutex<Seldom>,
 }
 
@@ -62,8 +65,8 @@ impl Fallback {
             clock: Arc::clone(clock),
             holder,
             cache,
-            absent: AtomicBool::new(false),
-            warned: AtomicBool::new(false),
+            is_patience_over: AtomicBool::new(false),
+            is_config_logged: AtomicBool::new(false),
             config: Mutex::new(loaded.as_ref().and_then(|saved| saved.config.clone())),
             lost: Mutex::new(loaded.as_ref().and_then(|saved| saved.lost)),
             loaded,
@@ -100,7 +103,8 @@ impl Fallback {
     pub(super) async fn forget_own(self: &Arc<Self>, subnets: &Subnets) {
         *lock(&self.forgotten) = Some(*subnets);
         let Some(cache) = self.cache.clone() else { return };
-        let (fallback, subnets) = (Arc::clone(self), *subnets);
+        let fallback = Arc::clone(self);
+        let subnets = *subnets;
         self.blocking(move || {
             let _saving = lock(&fallback.saving);
             let Ok(saved) = cache.load() else { return };
@@ -122,32 +126,31 @@ impl Fallback {
         &self,
         request: impl Future<Output = Result<T>> + Send,
     ) -> Result<T> {
-        let absent = self.absent.load(Ordering::Relaxed);
-        let patience = if absent { Duration::ZERO } else { PATIENCE };
+        let is_over = self.is_patience_over.load(Ordering::Relaxed);
+        let patience = if is_over { Duration::ZERO } else { PATIENCE };
         let result = tokio::time::timeout(patience, request).await.unwrap_or_else(|_| {
             let source = "no answer yet, continuing with the cache".into();
             Err(Error::Store { store: self.store.to_string(), source })
         });
         if result.as_ref().is_err_and(unanswered) {
-            self.absent.store(true, Ordering::Relaxed);
+            self.is_patience_over.store(true, Ordering::Relaxed);
         }
         result
     }
 
-    /// The config from the store, or until the store has answered once, from the cache. The second
-    /// part is true if it comes from the cache.
-    pub(super) async fn config_text(&self) -> Result<(ConfigText, bool)> {
+    /// The config from the store. Until the store has answered once, it may come from the cache.
+    pub(super) async fn config_text(&self) -> Result<Fetched<ConfigText>> {
         let Some(cached) = self.cached().and_then(|saved| saved.config.clone()) else {
-            return Ok((self.store.config().await?, false));
+            return Ok(Fetched { value: self.store.config().await?, is_cached: false });
         };
         match self.promptly(self.store.config()).await {
             Err(error) if unanswered(&error) => {
-                if !self.warned.swap(true, Ordering::Relaxed) {
+                if !self.is_config_logged.swap(true, Ordering::Relaxed) {
                     tracing::warn!(%error, "the network config comes from the cache");
                 }
-                Ok((cached, true))
+                Ok(Fetched { value: cached, is_cached: true })
             }
-            answer => answer.map(|config| (config, false)),
+            config => Ok(Fetched { value: config?, is_cached: false }),
         }
     }
 
@@ -163,7 +166,7 @@ impl Fallback {
         self.config_changed.notify_one();
     }
 
-    /// Notes the config that a lease was taken from, if the noted one is of other pod networks.
+    /// Notes the config that a lease was taken from, if the noted config has other pod networks.
     pub(super) fn note_config_of(&self, config: &Config, lease: &Subnets) {
         let noted = lock(&self.config).clone();
         if noted.as_ref().is_some_and(|noted| is_config_of(noted, lease)) {
@@ -179,7 +182,7 @@ impl Fallback {
     }
 
     /// Notes the lease that another node with our public address took, to be saved with the end of
-    /// the lease; `None`: this node has a lease again.
+    /// the lease. Pass `None` when this node has a lease again.
     pub(super) fn note_lost(&self, subnets: Option<Subnets>) {
         *lock(&self.lost) = subnets;
     }
@@ -195,27 +198,27 @@ impl Fallback {
     }
 
     async fn write(self: Arc<Self>, mut views: watch::Receiver<View>, holding: Arc<Holding>) {
-        let mut lease = holding.subscribe();
+        let mut own_lease = holding.subscribe();
         // It changes when the wall clock is set. The file has ends by wall clock.
         let mut ownership = holding.ownership();
         // A view from the cache need not be written to it.
-        let live = |view: &View| matches!(view.origin, Origin::Live { .. });
-        if views.wait_for(live).await.is_err() {
+        if views.wait_for(|view| matches!(view.origin, Origin::Live { .. })).await.is_err() {
             return;
         }
         loop {
             views.mark_unchanged();
-            lease.mark_unchanged();
+            own_lease.mark_unchanged();
             ownership.mark_unchanged();
-            let (fallback, latest) = (Arc::clone(&self), views.clone());
-            let saved = Arc::clone(&holding);
-            self.blocking(move || fallback.save(&latest, &saved)).await;
+            let fallback = Arc::clone(&self);
+            let latest_views = views.clone();
+            let latest_holding = Arc::clone(&holding);
+            self.blocking(move || fallback.save(&latest_views, &latest_holding)).await;
             tokio::time::sleep(PAUSE).await;
             tokio::select! {
                 changed = views.changed() => if changed.is_err() { return },
                 () = self.config_changed.notified() => (),
                 // `holding` lives as long as this task.
-                _ = lease.changed() => (),
+                _ = own_lease.changed() => (),
                 _ = ownership.changed() => (),
             }
         }
@@ -259,9 +262,15 @@ impl Fallback {
             let expires = term.and_then(|term| term.expires(&*self.clock));
             (Lease { subnets, attrs, expires, since, revision }, self.holder)
         });
-        let (store, config) = (self.store.to_string(), lock(&self.config).clone());
-        let lost = self.lost();
-        self.replace(&Saved { store, written, leases: view.leases, config, own, own_end, lost });
+        self.replace(&Saved {
+            store: self.store.to_string(),
+            written,
+            leases: view.leases,
+            config: lock(&self.config).clone(),
+            own,
+            own_end,
+            lost: self.lost(),
+        });
     }
 
     /// Replaces the content of the cache. A failure is logged.

@@ -1,4 +1,4 @@
-//! Keeping the lease, and noticing when it is lost.
+//! Keeps the lease, and notices when it is lost.
 //!
 //! If the view shows our key with content that this node did not write, the key is read from the
 //! store and evaluated.
@@ -7,26 +7,17 @@ use std::time::Duration;
 
 use flannel_core::backoff::Backoff;
 use flannel_core::error::holder;
-use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, View};
 use flannel_core::runtime::{lock, or_never};
 use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
 
 use super::LocalManager;
-use super::holding::{HeldLease, LeaseTerm, State};
-use super::listing::as_stored;
-use crate::registry::{Entry, Registry, Skipped};
-
-/// A difference between our key in the view and the held lease.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Difference {
-    /// The store had no such key at this revision of the store. It may have had one between two
-    /// revisions, so each is evaluated.
-    Gone(Revision),
-    /// The key has this revision.
-    At(Revision),
-}
+use super::holding::{HeldLease, LeaseTerm, OwnLease};
+use super::lease_list::as_stored;
+use super::progress::{Difference, Progress, Work};
+use crate::registry::{Entry, Registry};
 
 impl LocalManager {
     /// Renews and watches the lease, and evaluates differences, until the lease ends.
@@ -34,82 +25,59 @@ impl LocalManager {
         self.resume(held);
         let mut views = self.views();
         // The wall clock can end a lease from the cache before its renewal is due.
-        let mut state = self.holding.subscribe();
-        let mut cached = self.holding.get().is_some_and(|held_lease| held_lease.cached);
-        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
-        let mut evaluated = None;
-        let mut again = None;
-        let (mut lapsed, mut refused) = (false, false);
-        let (mut searched, mut stray) = (LeaseSet::default(), false);
+        let mut own_lease = self.holding.subscribe();
+        let mut progress = Progress::new(self.holding.get().is_some_and(|lease| lease.cached));
         loop {
             let view = views.borrow_and_update().clone();
-            state.mark_unchanged();
-            if cached && matches!(view.origin, Origin::Live { .. }) {
+            own_lease.mark_unchanged();
+            if progress.is_cached && matches!(view.origin, Origin::Live { .. }) {
                 // The store is back. The lease is renewed at once, because some stores distinguish
                 // a deleted lease from an expired one only if this process has renewed it.
-                (cached, again) = (false, Some(self.clock.boottime()));
+                progress.is_cached = false;
+                progress.next_attempt = Some(self.clock.boottime());
             }
             let difference = self.difference(&view);
-            stray |= self.may_have_stray(&view, &mut searched);
+            progress.may_have_stray |= self.has_new_stray(&view, &mut progress.searched);
             let renewal = self.holding.term().map(|term| term.renewal(self.margin));
-            let due = again.or(renewal).is_some_and(|time| time <= self.clock.boottime());
-            // After a failure all work waits for the next attempt.
-            let outcome = if due {
-                let _writing = self.writing.lock().await;
-                self.renew_or_check().await
-            } else if again.is_none() && difference.is_some() && difference != evaluated {
-                let _writing = self.writing.lock().await;
-                self.check().await
-            } else if again.is_none() && stray {
-                let _writing = self.writing.lock().await;
-                // Another lease than `held` may have been acquired meanwhile.
-                let ours = self.holding.get().map_or(held.subnets, |held_lease| held_lease.subnets);
-                let swept = self.sweep(&ours).await;
-                stray = swept.is_err();
-                swept.map(|()| None)
-            } else {
-                evaluated = evaluated.filter(|_| difference.is_some());
-                self.wait(again.or(renewal), &mut views, &mut state).await;
+            let Some(work) = progress.work(difference, renewal, self.clock.boottime()) else {
+                progress.evaluated = progress.evaluated.filter(|_| difference.is_some());
+                let next = progress.next_attempt.or(renewal);
+                self.wait(next, &mut views, &mut own_lease).await;
                 continue;
             };
-            match outcome {
+            match self.perform(work, held, &mut progress).await {
                 Ok(Some(end)) => {
                     // Removed from the cache too, so that no restart finds the lease there.
                     self.holding.end(end.clone());
                     self.fallback.save(&views, &self.holding);
                     return Ok(end);
                 }
-                Ok(None) => {
-                    (evaluated, again, refused) = (difference, None, false);
-                    backoff.reset();
-                    if std::mem::take(&mut lapsed) {
-                        tracing::info!(
-                            subnets = %held.subnets,
-                            "the store confirms that this node owns the subnets again"
-                        );
-                    }
-                }
+                Ok(None) => progress.note_success(held.subnets, difference),
                 Err(error) => {
-                    again = Some(self.again(&mut backoff));
-                    let subnets = held.subnets;
-                    tracing::debug!(%subnets, %error, "the lease cannot be renewed or checked yet");
-                    // The reflector logs an outage.
-                    if matches!(error, Error::Refused { .. })
-                        && !std::mem::replace(&mut refused, true)
-                    {
-                        tracing::warn!(
-                            %subnets, %error,
-                            "the lease cannot be renewed, retrying"
-                        );
-                    }
-                    if self.holding.has_lapsed() && !std::mem::replace(&mut lapsed, true) {
-                        tracing::warn!(
-                            %subnets, %error,
-                            "the lease was not renewed in time, this node no longer owns the \
-                             subnets"
-                        );
-                    }
+                    progress.next_attempt = Some(self.next_attempt(&mut progress.backoff));
+                    progress.log_failure(held.subnets, &error, self.holding.has_lapsed());
                 }
+            }
+        }
+    }
+
+    /// Does the work. Returns the end of the lease if it has ended.
+    async fn perform(
+        &self,
+        work: Work,
+        held: &Lease,
+        progress: &mut Progress,
+    ) -> Result<Option<LeaseEnd>> {
+        let _writing = self.writing.lock().await;
+        match work {
+            Work::Renew => self.renew_or_check().await,
+            Work::Check => self.check().await,
+            Work::Sweep => {
+                // Another lease than `held` may have been acquired meanwhile.
+                let ours = self.holding.get().map_or(held.subnets, |lease| lease.subnets);
+                let swept = self.sweep(&ours).await;
+                progress.may_have_stray = swept.is_err();
+                swept.map(|()| None)
             }
         }
     }
@@ -138,12 +106,13 @@ impl LocalManager {
         }
     }
 
-    /// Another lease with our address has appeared since the view `searched`.
-    fn may_have_stray(&self, view: &View, searched: &mut LeaseSet) -> bool {
+    /// Whether another lease with our address has appeared since the leases `searched`, which
+    /// become the leases of the view.
+    fn has_new_stray(&self, view: &View, searched: &mut LeaseSet) -> bool {
         let Origin::Live { .. } = view.origin else { return false };
         let Some(HeldLease { subnets, attrs, .. }) = self.holding.get() else { return false };
-        let searched = std::mem::replace(searched, view.leases.clone());
-        let mut new = view.leases.changes_since(&searched).filter_map(|(_, lease)| lease);
+        let before = std::mem::replace(searched, view.leases.clone());
+        let mut new = view.leases.changes_since(&before).filter_map(|(_, lease)| lease);
         !attrs.preferred.public.is_empty()
             && new.any(|lease| {
                 lease.subnets != subnets && lease.attrs.preferred.public == attrs.preferred.public
@@ -151,12 +120,12 @@ impl LocalManager {
     }
 
     /// The time of the next attempt: after a pause, but not after the end of the lease.
-    fn again(&self, backoff: &mut Backoff) -> Duration {
+    fn next_attempt(&self, backoff: &mut Backoff) -> Duration {
         let now = self.clock.boottime();
-        let again = now + backoff.pause();
+        let attempt = now + backoff.pause();
         match self.holding.term().map(|term| term.end()) {
-            Some(end) if end > now => again.min(end),
-            _ => again,
+            Some(end) if end > now => attempt.min(end),
+            _ => attempt,
         }
     }
 
@@ -164,14 +133,14 @@ impl LocalManager {
         &self,
         until: Option<Duration>,
         views: &mut watch::Receiver<View>,
-        state: &mut watch::Receiver<State>,
+        own_lease: &mut watch::Receiver<OwnLease>,
     ) {
         tokio::select! {
             biased;
             () = or_never(until.map(|until| self.clock.sleep_until(until))) => (),
-            // The reflector and the state live as long as this manager.
+            // The senders live as long as this manager.
             _ = views.changed() => (),
-            _ = state.changed() => (),
+            _ = own_lease.changed() => (),
         }
     }
 
@@ -206,7 +175,7 @@ impl LocalManager {
         Error::Store { store, source: reason.into() }
     }
 
-    /// Reads our key and evaluates it. `None`: this node still holds the lease.
+    /// Reads our key and evaluates it. Returns `None` if this node still holds the lease.
     async fn check(&self) -> Result<Option<LeaseEnd>> {
         let Some(held_lease) = self.holding.get() else {
             return Ok(Some(LeaseEnd::Expired));
@@ -238,9 +207,13 @@ impl LocalManager {
     async fn restore(&self, held_lease: &HeldLease, error: Error) -> Result<Option<LeaseEnd>> {
         let HeldLease { subnets, attrs, term, .. } = held_lease;
         let listing = self.store.list().await?;
-        let ours =
-            |skipped: &&Skipped| skipped.key.parse().is_ok_and(|key: Subnets| key == *subnets);
-        let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
+        let Some(unreadable) = listing
+            .skipped
+            .iter()
+            .find(|skipped| skipped.key.parse::<Subnets>().is_ok_and(|key| key == *subnets))
+        else {
+            return Err(error);
+        };
         let reason = &unreadable.reason.to_string();
         if let Some(more) = lock(&self.unreadable).line(self.clock.boottime(), reason) {
             tracing::warn!(
@@ -250,7 +223,7 @@ impl LocalManager {
         }
         match self.rewrite(subnets, unreadable.revision, attrs, term.is_none()).await {
             Ok(_) => Ok(None),
-            // It changed again, and is checked again later.
+            // The key has changed again, and is checked again later.
             Err(Error::Conflict { .. }) => Err(error),
             Err(error) => Err(error),
         }
@@ -261,17 +234,18 @@ impl LocalManager {
         let HeldLease { subnets, attrs: desired, revision, term, .. } = held_lease;
         let now = &entry.lease.attrs;
         let same_node = now.preferred.public == desired.preferred.public;
-        let blank = is_blank(now);
-        let ours = match entry.holder {
+        let is_ours = match entry.holder {
             Some(holder) => holder == self.identity.holder && same_node,
             // A reservation has no holder ID, so its attributes are compared.
-            None => now == desired || (same_node && blank),
+            None => now == desired || (same_node && is_blank(now)),
         };
-        if !ours {
+        if !is_ours {
             let theirs: Vec<_> = now.preferred.public.values().collect();
             // A reservation has no holder ID, but the attributes of another host.
-            let rival = entry.holder != Some(self.identity.holder);
-            if rival && desired.preferred.public.values().any(|ours| theirs.contains(&ours)) {
+            let by_other_host = entry.holder != Some(self.identity.holder);
+            let shares_address =
+                desired.preferred.public.values().any(|ours| theirs.contains(&ours));
+            if by_other_host && shares_address {
                 self.fallback.note_lost(Some(*subnets));
             }
             return Ok(Some(LeaseEnd::Taken { by: self.holder(&entry) }));
@@ -332,7 +306,8 @@ impl LocalManager {
 
     /// A description of another node that distinguishes nodes with one public address.
     pub(super) fn holder(&self, entry: &Entry) -> String {
-        let (node, our_id) = (holder(&entry.lease.attrs), self.identity.holder);
+        let node = holder(&entry.lease.attrs);
+        let our_id = self.identity.holder;
         match entry.holder {
             Some(id) if id == our_id => format!(
                 "{node} under our own holder ID {id} (was this host's state directory copied?)"

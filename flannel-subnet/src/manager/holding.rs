@@ -4,9 +4,9 @@
 //! counts from a later moment, so it does not expire the lease earlier. A margin is subtracted for
 //! the drift between two clocks.
 //!
-//! After a restart of the machine, the rest of a lease from the cache is known by the wall clock
-//! only, which may be wrong and be set later. Until the store confirms such a lease, it ends when
-//! either clock passes its end.
+//! After a restart of the machine, the remaining time of a lease from the cache is known by the
+//! wall clock only, which may be wrong and be set later. Until the store confirms such a lease, it
+//! ends when either clock passes its end.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -35,7 +35,7 @@ pub(super) struct HeldLease {
     pub(super) revision: Revision,
     /// `None` for a reservation, which has no end.
     pub(super) term: Option<LeaseTerm>,
-    /// It comes from the cache. This process has not asked the store for it.
+    /// It comes from the cache, and this process has not requested it from the store.
     pub(super) cached: bool,
 }
 
@@ -45,8 +45,8 @@ pub(super) struct LeaseTerm {
     /// The time at which the last confirmed write or renewal was sent.
     pub(super) sent: Duration,
     pub(super) ttl: Duration,
-    /// An end by wall clock, which counts too; `None`: boot time alone counts, as after each answer
-    /// of the store.
+    /// The end by wall clock, if that counts too. After each answer of the store it is `None`, and
+    /// only boot time counts.
     pub(super) wall_end: Option<SystemTime>,
 }
 
@@ -56,7 +56,7 @@ impl LeaseTerm {
         Self { sent, ttl, wall_end: None }
     }
 
-    /// A term of a lease from the cache. `None`: the lease has no end.
+    /// A term of a lease from the cache, or `None` if the lease has no end.
     pub(super) fn cached(end: SavedEnd, clock: &dyn Clock) -> Option<Self> {
         let sent = clock.boottime();
         match end {
@@ -69,7 +69,8 @@ impl LeaseTerm {
         }
     }
 
-    /// The remaining time by the clock that reaches the end first; `None`: one has passed it.
+    /// The remaining time by the clock that reaches the end first, or `None` if a clock has passed
+    /// the end.
     fn left(&self, clock: &dyn Clock) -> Option<Duration> {
         let by_boottime = self.end().checked_sub(clock.boottime())?;
         let left = match self.wall_end {
@@ -79,13 +80,13 @@ impl LeaseTerm {
         Some(left).filter(|left| !left.is_zero())
     }
 
-    /// The end by wall clock, or the present if it has passed; `None`: no clock can reach it.
+    /// The end by wall clock, or the present if it has passed. `None` if no clock can reach it.
     pub(super) fn expires(&self, clock: &dyn Clock) -> Option<SystemTime> {
         clock.wall().checked_add(self.left(clock).unwrap_or_default())
     }
 
-    /// Ends the term now if the wall clock has passed its end, so that no later setting of the
-    /// clock brings it back. Returns whether it did.
+    /// Ends the term now if the wall clock has passed its end, so that the term stays ended when
+    /// the clock is set back later. Returns whether it ended the term.
     fn cut(&mut self, clock: &dyn Clock) -> bool {
         let is_over = self.wall_end.is_some_and(|end| end <= clock.wall());
         if is_over {
@@ -106,23 +107,23 @@ impl LeaseTerm {
     }
 }
 
-/// The state of a manager's own lease.
+/// The own lease of a manager.
 #[derive(Debug, Clone)]
-pub(super) enum State {
+pub(super) enum OwnLease {
     NotAcquired,
     Held(HeldLease),
-    Ended(SystemTime, LeaseEnd),
+    Ended { since: SystemTime, why: LeaseEnd },
 }
 
-impl State {
+impl OwnLease {
     fn lease(&self) -> Option<&HeldLease> {
         match self {
             Self::Held(lease) => Some(lease),
-            Self::NotAcquired | Self::Ended(..) => None,
+            Self::NotAcquired | Self::Ended { .. } => None,
         }
     }
 
-    /// Ends a term whose end the wall clock has passed. Returns whether it did.
+    /// Ends the term if the wall clock has passed its end. Returns whether it ended the term.
     fn cut(&mut self, clock: &dyn Clock) -> bool {
         let Self::Held(HeldLease { subnets, term: Some(term), .. }) = self else { return false };
         let was_cut = term.cut(clock);
@@ -137,10 +138,10 @@ impl State {
     }
 }
 
-/// The lease of one manager. Every change is published.
+/// The own lease of a manager and the ownership of its subnets. Every change is published.
 #[derive(Debug)]
 pub(super) struct Holding {
-    state: watch::Sender<State>,
+    own_lease: watch::Sender<OwnLease>,
     ownership: watch::Sender<Ownership>,
     clock: Arc<dyn Clock>,
     /// The task that publishes the end of the lease. It runs from the first lease on.
@@ -149,17 +150,20 @@ pub(super) struct Holding {
 
 impl Holding {
     pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
-        let (state, ownership) = (State::NotAcquired, Ownership::NotAcquired);
-        let (state, ownership) = (watch::channel(state).0, watch::channel(ownership).0);
-        Self { state, ownership, clock, follower: OnceLock::new() }
+        Self {
+            own_lease: watch::channel(OwnLease::NotAcquired).0,
+            ownership: watch::channel(Ownership::NotAcquired).0,
+            clock,
+            follower: OnceLock::new(),
+        }
     }
 
     pub(super) fn get(&self) -> Option<HeldLease> {
-        self.state.borrow().lease().cloned()
+        self.own_lease.borrow().lease().cloned()
     }
 
     pub(super) fn term(&self) -> Option<LeaseTerm> {
-        self.state.borrow().lease()?.term
+        self.own_lease.borrow().lease()?.term
     }
 
     /// The end of the held lease has passed.
@@ -167,25 +171,27 @@ impl Holding {
         self.term().is_some_and(|term| term.left(&*self.clock).is_none())
     }
 
-    /// The remaining time unless the lease is renewed; `None` if none is held or it has no end.
+    /// The remaining time unless the lease is renewed. `None` if no lease is held, or if the lease
+    /// has no end.
     pub(super) fn remaining(&self) -> Option<Duration> {
         self.term()?.left(&*self.clock)
     }
 
     /// Sets the held lease.
     pub(super) fn set(&self, lease: HeldLease) {
-        self.state.send_replace(State::Held(lease));
+        self.own_lease.send_replace(OwnLease::Held(lease));
         self.publish();
         self.follower.get_or_init(|| {
-            let (state, ownership) = (self.state.clone(), self.ownership.clone());
-            Task::spawn(follow(state, ownership, Arc::clone(&self.clock)))
+            let own_leases = self.own_lease.clone();
+            let published = self.ownership.clone();
+            Task::spawn(follow(own_leases, published, Arc::clone(&self.clock)))
         });
     }
 
     /// Notes a confirmed renewal, unless a later request was confirmed already.
     pub(super) fn renew(&self, term: LeaseTerm) {
-        self.state.send_modify(|state| {
-            if let State::Held(HeldLease { term: Some(old), .. }) = state
+        self.own_lease.send_modify(|own_lease| {
+            if let OwnLease::Held(HeldLease { term: Some(old), .. }) = own_lease
                 && old.sent <= term.sent
             {
                 *old = term;
@@ -195,23 +201,23 @@ impl Holding {
     }
 
     /// Ends the lease.
-    pub(super) fn end(&self, end: LeaseEnd) {
-        self.state.send_replace(State::Ended(self.clock.wall(), end));
+    pub(super) fn end(&self, why: LeaseEnd) {
+        self.own_lease.send_replace(OwnLease::Ended { since: self.clock.wall(), why });
         self.publish();
     }
 
     /// The ownership of the subnets at this moment.
     pub(super) fn ownership_now(&self) -> Ownership {
-        self.state.send_if_modified(|state| state.cut(&*self.clock));
-        ownership(&self.state.borrow(), &*self.clock)
+        self.own_lease.send_if_modified(|own_lease| own_lease.cut(&*self.clock));
+        ownership(&self.own_lease.borrow(), &*self.clock)
     }
 
     pub(super) fn ownership(&self) -> watch::Receiver<Ownership> {
         self.ownership.subscribe()
     }
 
-    pub(super) fn subscribe(&self) -> watch::Receiver<State> {
-        self.state.subscribe()
+    pub(super) fn subscribe(&self) -> watch::Receiver<OwnLease> {
+        self.own_lease.subscribe()
     }
 
     fn publish(&self) {
@@ -219,13 +225,13 @@ impl Holding {
     }
 }
 
-fn ownership(state: &State, clock: &dyn Clock) -> Ownership {
-    let lease = match state {
-        State::NotAcquired => return Ownership::NotAcquired,
-        State::Ended(since, end) => {
-            return Ownership::Lost { since: *since, why: Loss::Ended(end.clone()) };
+fn ownership(own_lease: &OwnLease, clock: &dyn Clock) -> Ownership {
+    let lease = match own_lease {
+        OwnLease::NotAcquired => return Ownership::NotAcquired,
+        OwnLease::Ended { since, why } => {
+            return Ownership::Lost { since: *since, why: Loss::Ended(why.clone()) };
         }
-        State::Held(lease) => lease,
+        OwnLease::Held(lease) => lease,
     };
     let Some(term) = lease.term else { return Ownership::Held { until: None } };
     match term.left(clock) {
@@ -239,41 +245,45 @@ fn ownership(state: &State, clock: &dyn Clock) -> Ownership {
 }
 
 fn publish(published: &watch::Sender<Ownership>, now: Ownership) {
-    let near = |a: SystemTime, b: SystemTime| {
-        a.duration_since(b).or_else(|_| b.duration_since(a)).is_ok_and(|apart| apart < TOLERANCE)
-    };
     published.send_if_modified(|old| {
-        let same = match (&*old, &now) {
-            (Ownership::Held { until: Some(a) }, Ownership::Held { until: Some(b) }) => {
-                near(*a, *b)
-            }
-            (Ownership::Lost { since: a, why: x }, Ownership::Lost { since: b, why: y }) => {
-                x == y && near(*a, *b)
-            }
-            (old, now) => old == now,
-        };
-        if !same {
+        let has_changed = !are_equal(old, &now);
+        if has_changed {
             *old = now;
         }
-        !same
+        has_changed
     });
+}
+
+/// Whether two ownerships are equal, apart from a [`TOLERANCE`] of their times.
+fn are_equal(one: &Ownership, other: &Ownership) -> bool {
+    match (one, other) {
+        (Ownership::Held { until: Some(a) }, Ownership::Held { until: Some(b) }) => {
+            are_close(*a, *b)
+        }
+        (Ownership::Lost { since: a, why: x }, Ownership::Lost { since: b, why: y }) => {
+            x == y && are_close(*a, *b)
+        }
+        (one, other) => one == other,
+    }
+}
+
+fn are_close(a: SystemTime, b: SystemTime) -> bool {
+    a.duration_since(b).or_else(|_| b.duration_since(a)).is_ok_and(|apart| apart < TOLERANCE)
 }
 
 /// Publishes the end of the lease when it comes, and a new wall time of the end when the clock was
 /// set.
 async fn follow(
-    states: watch::Sender<State>,
+    own_leases: watch::Sender<OwnLease>,
     published: watch::Sender<Ownership>,
     clock: Arc<dyn Clock>,
 ) {
-    let mut state = states.subscribe();
+    let mut changes = own_leases.subscribe();
     loop {
-        states.send_if_modified(|state| state.cut(&*clock));
-        let (now, end) = {
-            let state = state.borrow_and_update();
-            let term = state.lease().and_then(|lease| lease.term);
-            (ownership(&state, &*clock), term.map(|term| term.end()))
-        };
+        own_leases.send_if_modified(|own_lease| own_lease.cut(&*clock));
+        let own_lease = changes.borrow_and_update().clone();
+        let now = ownership(&own_lease, &*clock);
+        let end = own_lease.lease().and_then(|lease| lease.term).map(|term| term.end());
         let until = match &now {
             Ownership::Held { until } => *until,
             _ => None,
@@ -287,8 +297,8 @@ async fn follow(
         });
         tokio::select! {
             () = or_never(over) => (),
-            // `states` is one of its senders.
-            _ = state.changed() => (),
+            // It never fails, because this task owns one of the senders.
+            _ = changes.changed() => (),
         }
     }
 }
@@ -339,16 +349,20 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_end_is_published_again_when_the_clock_is_set() {
-        let (epoch, year) = (SystemTime::UNIX_EPOCH, Duration::from_secs(365 * 86_400));
+        let epoch = SystemTime::UNIX_EPOCH;
+        let year = Duration::from_secs(365 * 86_400);
         let ttl = Duration::from_secs(1000);
-        let (start, wall) = (Instant::now(), Mutex::new(epoch));
-        let clock = Arc::new(SetClock { start, wall, set: Notify::new() });
+        let start = Instant::now();
+        let clock = Arc::new(SetClock { start, wall: Mutex::new(epoch), set: Notify::new() });
         let holding = Holding::new(Arc::clone(&clock) as _);
         let mut ownership = holding.ownership();
-        let term = Some(LeaseTerm::confirmed(Duration::ZERO, ttl));
-        let subnets = "10.1.5.0-24".parse().unwrap();
-        let (attrs, revision) = (LeaseAttrs::default(), Revision(1));
-        holding.set(HeldLease { subnets, attrs, revision, term, cached: false });
+        holding.set(HeldLease {
+            subnets: "10.1.5.0-24".parse().unwrap(),
+            attrs: LeaseAttrs::default(),
+            revision: Revision(1),
+            term: Some(LeaseTerm::confirmed(Duration::ZERO, ttl)),
+            cached: false,
+        });
         let end = Duration::from_secs(999);
         let held = |until| Ownership::Held { until: Some(until) };
         assert_eq!(*ownership.borrow_and_update(), held(epoch + end));

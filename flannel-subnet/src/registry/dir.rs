@@ -4,7 +4,7 @@
 //! which any editor can change. A lock on `.lock` and a rename implement compare-and-swap. The
 //! revision is a hash of the content. A renewal sets the time of modification and is not a change.
 //!
-//! `since` is 0 for every lease, so of two overlapping leases the one with the smaller key text is
+//! `since` is 0 for every lease. So if two leases overlap, the lease with the smaller key text is
 //! accepted. Only a writer that bypasses this registry can create such leases.
 
 mod file;
@@ -31,7 +31,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
+use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, LeaseList, Registry, Watch};
 use crate::clock::{Clock, SystemClock};
 use crate::runtime::readable;
 use file::LeaseFile;
@@ -49,8 +49,8 @@ const CONFIRM_PERIOD: Duration = Duration::from_secs(60);
 /// - A symbolic link is followed when it is read, but changes of its target are not noticed. The
 ///   directory may be replaced by renaming, but not by switching a symbolic link to it.
 /// - Time to live is measured by wall clock, which all processes of a machine share. If the clock
-///   is set forward by more than the rest of a lease, the lease ends, and its holder restores it or
-///   finds the new holder.
+///   is set forward by more than the remaining time of a lease, the lease ends, and its holder
+///   restores it or finds the new holder.
 #[derive(Clone)]
 pub struct DirRegistry(Arc<Shared>);
 
@@ -60,9 +60,16 @@ struct Shared {
     mirror: Mutex<Mirror>,
     /// Notified when the mirror changes.
     changes: watch::Sender<()>,
-    /// The leases that this process wrote or renewed, with their ends. A file that disappears
-    /// before its end was deleted by another program.
-    held: Mutex<BTreeMap<Subnets, (HolderId, SystemTime)>>,
+    /// The leases that this process wrote or renewed. A file that disappears before its end was
+    /// deleted by another program.
+    held: Mutex<BTreeMap<Subnets, HeldFile>>,
+}
+
+/// The holder and the end of a lease in a file.
+#[derive(Clone, Copy)]
+struct HeldFile {
+    holder: HolderId,
+    end: SystemTime,
 }
 
 /// `Inotify` with the trait that `AsyncFd` needs.
@@ -87,9 +94,11 @@ impl DirRegistry {
         let location = DirLocation { path: path.into(), options };
         let writes = location.options.assign == Assign::Free;
         if writes {
-            let subnets = location.path.join("subnets");
-            let made = DirBuilder::new().recursive(true).mode(0o755).create(subnets);
-            made.map_err(|error| location.error("", error))?;
+            DirBuilder::new()
+                .recursive(true)
+                .mode(0o755)
+                .create(location.path.join("subnets"))
+                .map_err(|error| location.error("", error))?;
         }
         location.check_file_system()?;
         let registry = Self::new(location)?;
@@ -105,7 +114,7 @@ impl DirRegistry {
     /// [`Error::Store`]. An empty directory would tell all nodes that their leases are gone.
     ///
     /// # Errors and panics
-    /// As [`open`](Self::open). A missing directory is no error.
+    /// As [`open`](Self::open), but a missing directory is not an error.
     pub async fn reopen(path: impl Into<PathBuf>, options: DirOptions) -> Result<Self> {
         let location = DirLocation { path: path.into(), options };
         if location.path.join("subnets").exists() {
@@ -115,12 +124,13 @@ impl DirRegistry {
     }
 
     fn new(location: DirLocation) -> Result<Self> {
-        let forever = location.options.assign == Assign::Static;
-        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC);
-        let inotify = inotify.map_err(io::Error::from).map(InotifyFd).and_then(readable);
-        let inotify = inotify.map_err(|error| location.error("", error))?;
+        let never_expires = location.options.assign == Assign::Static;
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)
+            .map_err(io::Error::from)
+            .and_then(|inotify| readable(InotifyFd(inotify)))
+            .map_err(|error| location.error("", error))?;
         Ok(Self(Arc::new(Shared {
-            mirror: Mutex::new(Mirror::new(location.path.clone(), forever)),
+            mirror: Mutex::new(Mirror::new(location.path.clone(), never_expires)),
             location,
             inotify,
             changes: watch::channel(()).0,
@@ -153,9 +163,9 @@ impl Shared {
         let shared = Arc::clone(self);
         blocking(move || {
             let mut mirror = lock(&shared.mirror);
-            let before = (mirror.revision(), mirror.config_changes, mirror.due());
+            let before = mirror.version();
             let done = mirror.refresh(&shared.inotify.get_ref().0, SystemClock.wall());
-            if (mirror.revision(), mirror.config_changes, mirror.due()) != before || done.is_err() {
+            if mirror.version() != before || done.is_err() {
                 shared.changes.send_replace(());
             }
             done.map_err(|error| shared.location.error("", error))
@@ -208,7 +218,7 @@ impl Registry for DirRegistry {
         match blocking(move || file::config_text(&path)).await {
             Ok(text) => Ok(ConfigText { location, text }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                // Without its subnets the directory is no registry, for example not mounted.
+                // Without `subnets` the directory is not a registry. It may not be mounted.
                 self.0.confirm().await?;
                 Err(Error::NoConfig { location })
             }
@@ -221,7 +231,8 @@ impl Registry for DirRegistry {
     }
 
     async fn write_config(&self, known: Option<&ConfigText>, text: &str) -> Result<()> {
-        let (known, text) = (known.map(|known| known.text.clone()), text.to_owned());
+        let known = known.map(|known| known.text.clone());
+        let text = text.to_owned();
         self.locked(move |shared| shared.write_config(known.as_deref(), &text)).await
     }
 
@@ -240,7 +251,7 @@ impl Registry for DirRegistry {
         }
     }
 
-    async fn list(&self) -> Result<Listing> {
+    async fn list(&self) -> Result<LeaseList> {
         self.0.refresh().await?;
         Ok(lock(&self.0.mirror).list())
     }
@@ -256,14 +267,15 @@ impl Registry for DirRegistry {
         }
     }
 
-    /// Stricter than the trait: refuses also a key that overlaps another one in force.
+    /// Stricter than the trait: also refuses a key that overlaps another key in force.
     async fn create(
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let (subnets, attrs) = (*subnets, attrs.clone());
+        let subnets = *subnets;
+        let attrs = attrs.clone();
         self.locked(move |shared| {
             if shared.current(&subnets)?.is_some() || shared.overlapped(&subnets)? {
                 return Err(Error::Conflict { subnets });
@@ -280,9 +292,10 @@ impl Registry for DirRegistry {
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let (subnets, attrs) = (*subnets, attrs.clone());
+        let subnets = *subnets;
+        let attrs = attrs.clone();
         self.locked(move |shared| {
-            shared.at(&subnets, at)?;
+            shared.check_revision(&subnets, at)?;
             shared.write(&subnets, &attrs, grant)
         })
         .await
@@ -291,9 +304,9 @@ impl Registry for DirRegistry {
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
         let subnets = *subnets;
         self.locked(move |shared| {
-            shared.at(&subnets, at)?;
-            let removed = fs::remove_file(shared.path(&subnets));
-            removed.map_err(|error| shared.location.error(&format!("subnets/{subnets}"), error))
+            shared.check_revision(&subnets, at)?;
+            fs::remove_file(shared.path(&subnets))
+                .map_err(|error| shared.location.error(&format!("subnets/{subnets}"), error))
         })
         .await
     }
@@ -310,8 +323,12 @@ impl Registry for DirRegistry {
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
-        let (shared, changes) = (Arc::clone(&self.0), self.0.changes.subscribe());
-        Ok(Box::new(DirWatch { shared, changes, after, reported: Instant::now() }))
+        Ok(Box::new(DirWatch {
+            shared: Arc::clone(&self.0),
+            changes: self.0.changes.subscribe(),
+            after,
+            reported: Instant::now(),
+        }))
     }
 }
 
@@ -334,7 +351,8 @@ impl Watch for DirWatch {
                 match mirror.changes(self.after) {
                     Some(batch) if batch.events.is_empty() => mirror.due(),
                     Some(batch) => {
-                        (self.after, self.reported) = (batch.revision, Instant::now());
+                        self.after = batch.revision;
+                        self.reported = Instant::now();
                         return Ok(Some(batch));
                     }
                     None => return Ok(None),

@@ -38,7 +38,7 @@ impl History {
         self.keys = VecDeque::new();
     }
 
-    /// The changes after `after`, with the content of each key from `now`; `None` if they are
+    /// The changes after `after`, with the content of each key from `now`, or `None` if they are
     /// forgotten.
     pub(crate) fn since(&self, after: Revision, now: impl Fn(&str) -> Now) -> Option<Batch> {
         let unchanged = usize::try_from(after.0.checked_sub(self.forgotten)?).ok()?;
@@ -46,7 +46,9 @@ impl History {
             return None;
         }
         let keys: BTreeSet<&String> = self.keys.range(unchanged..).collect();
-        let event = |key: &String| Event { key: key.clone(), now: now(key) };
-        Some(Batch { events: keys.into_iter().map(event).collect(), revision: self.revision() })
+        Some(Batch {
+            events: keys.into_iter().map(|key| Event { key: key.clone(), now: now(key) }).collect(),
+            revision: self.revision(),
+        })
     }
 }

@@ -3,7 +3,7 @@
 //! As in etcd, a holder is independent of its keys and has a time to live. The holder stays when a
 //! key is deleted. When the holder expires, its keys are deleted.
 
-mod state;
+mod store;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -17,9 +17,9 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
 use super::{
-    Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch, config_conflict,
+    Batch, ConfigText, Entry, HolderId, LeaseGrant, LeaseList, Registry, Watch, config_conflict,
 };
-use state::State;
+use store::MemoryStore;
 
 /// A registry in memory. Clones share the registry. Its time is tokio's, which a test can pause, so
 /// it needs a tokio runtime with time enabled.
@@ -31,7 +31,7 @@ pub struct MemoryRegistry(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    state: Mutex<State>,
+    store: Mutex<MemoryStore>,
     /// Wakes the waiting calls after each change, in order.
     changes: Notify,
 }
@@ -51,38 +51,42 @@ impl MemoryRegistry {
 
     /// Writes the network config, or deletes it (`None`).
     pub fn set_config(&self, text: Option<&str>) {
-        self.change(|state| state.config = text.map(str::to_owned));
+        self.change(|store| store.config = text.map(str::to_owned));
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        let mut state = lock(&self.0.state);
-        state.expire(Instant::now());
-        state
+    pub(crate) fn lock(&self) -> MutexGuard<'_, MemoryStore> {
+        let mut store = lock(&self.0.store);
+        store.expire(Instant::now());
+        store
     }
 
-    /// The state; an error during an outage.
-    fn reach(&self) -> Result<MutexGuard<'_, State>> {
-        let state = self.lock();
-        if state.outage {
+    /// The store.
+    ///
+    /// # Errors
+    /// An outage.
+    fn reach(&self) -> Result<MutexGuard<'_, MemoryStore>> {
+        let store = self.lock();
+        if store.outage {
             return Err(Error::Store { store: self.to_string(), source: "out of reach".into() });
         }
-        Ok(state)
+        Ok(store)
     }
 
-    /// Changes the state and wakes all waiting calls.
-    pub(crate) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+    /// Changes the store and wakes all waiting calls.
+    pub(crate) fn change<T>(&self, change: impl FnOnce(&mut MemoryStore) -> T) -> T {
         let done = change(&mut self.lock());
         self.0.changes.notify_waiters();
         done
     }
 
     /// Carries out a write.
-    async fn write<T>(&self, write: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
-        let written = self.reach().and_then(|mut state| write(&mut state));
+    async fn write<T>(&self, write: impl FnOnce(&mut MemoryStore) -> Result<T>) -> Result<T> {
+        let written = self.reach().and_then(|mut store| write(&mut store));
         self.0.changes.notify_waiters();
         self.reply(written).await
     }
 
+    /// Returns the result of a request, after the delay that a test may have set.
     async fn reply<T>(&self, result: Result<T>) -> Result<T> {
         let delay = self.lock().delay;
         if !delay.is_zero() {
@@ -109,11 +113,11 @@ impl Registry for MemoryRegistry {
     }
 
     async fn write_config(&self, known: Option<&ConfigText>, text: &str) -> Result<()> {
-        self.write(|state| {
-            if state.config.as_ref() != known.map(|known| &known.text) {
+        self.write(|store| {
+            if store.config.as_ref() != known.map(|known| &known.text) {
                 return Err(config_conflict(self));
             }
-            state.config = Some(text.to_owned());
+            store.config = Some(text.to_owned());
             Ok(())
         })
         .await
@@ -121,7 +125,7 @@ impl Registry for MemoryRegistry {
 
     async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
         loop {
-            // Before the comparison, so that a change in between wakes it.
+            // Taken before the comparison, so that a change in between wakes it.
             let changed = self.0.changes.notified();
             if self.reach()?.config.as_ref() != known.as_ref().map(|known| &known.text) {
                 return Ok(());
@@ -130,12 +134,12 @@ impl Registry for MemoryRegistry {
         }
     }
 
-    async fn list(&self) -> Result<Listing> {
-        self.reply(self.reach().map(|state| state.list())).await
+    async fn list(&self) -> Result<LeaseList> {
+        self.reply(self.reach().map(|store| store.list())).await
     }
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
-        self.reply(self.reach().and_then(|state| state.entry(subnets))).await
+        self.reply(self.reach().and_then(|store| store.entry(subnets))).await
     }
 
     async fn create(
@@ -144,7 +148,7 @@ impl Registry for MemoryRegistry {
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.write(|state| state.write(subnets, None, attrs, grant)).await
+        self.write(|store| store.write(subnets, None, attrs, grant)).await
     }
 
     async fn update(
@@ -154,19 +158,19 @@ impl Registry for MemoryRegistry {
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.write(|state| state.write(subnets, Some(at), attrs, grant)).await
+        self.write(|store| store.write(subnets, Some(at), attrs, grant)).await
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
-        self.write(|state| state.delete(subnets, at)).await
+        self.write(|store| store.delete(subnets, at)).await
     }
 
     async fn keep_alive(&self, _: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
-        self.reply(self.reach().map(|mut state| state.keep_alive(holder))).await
+        self.reply(self.reach().map(|mut store| store.keep_alive(holder))).await
     }
 
     async fn remaining(&self, _: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
-        self.reply(self.reach().map(|state| state.remaining(holder))).await
+        self.reply(self.reach().map(|store| store.remaining(holder))).await
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
@@ -186,9 +190,9 @@ impl Watch for MemoryWatch {
         loop {
             let changed = self.registry.0.changes.notified();
             let end = {
-                let state = self.registry.reach()?;
-                match state.history.since(self.after, |key| state.read(key)) {
-                    Some(batch) if batch.events.is_empty() => state.next_end(),
+                let store = self.registry.reach()?;
+                match store.history.since(self.after, |key| store.read(key)) {
+                    Some(batch) if batch.events.is_empty() => store.next_end(),
                     Some(batch) => {
                         self.after = batch.revision;
                         return Ok(Some(batch));

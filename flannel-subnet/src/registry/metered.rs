@@ -1,4 +1,4 @@
-//! A registry that counts the requests to another one, with its failures and skipped keys.
+//! A registry that counts the requests to another registry, with its failures and skipped keys.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use flannel_core::subnet::{LastError, StoreKind, StoreReason, StoreStatus};
 use flannel_core::{Error, Result, Subnets};
 
 use super::skipped::SkippedKeys;
-use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
+use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, LeaseList, Registry, Watch};
 use crate::clock::Clock;
 
 /// The call whose failure counter includes failed watches.
@@ -27,7 +27,7 @@ pub(crate) struct Metered {
 #[derive(Debug)]
 struct StoreStats {
     store: String,
-    /// All but the skipped keys.
+    /// The status without its skipped keys.
     status: Mutex<StoreStatus>,
     skipped: Mutex<SkippedKeys>,
     clock: Arc<dyn Clock>,
@@ -65,7 +65,7 @@ impl StoreStats {
         self.request_at(call, result, None)
     }
 
-    /// The same, for an answer with a revision of the store.
+    /// Counts one request whose answer may have a revision of the store.
     fn request_at<T>(
         &self,
         call: &'static str,
@@ -92,7 +92,7 @@ impl StoreStats {
         status.last_error = None;
     }
 
-    fn skip_listed(&self, listing: &Listing) {
+    fn skip_listed(&self, listing: &LeaseList) {
         lock(&self.skipped).replace(&self.store, listing);
     }
 
@@ -101,7 +101,7 @@ impl StoreStats {
     }
 }
 
-/// The store did not answer the request: it is unreachable, or refuses this node.
+/// Whether the store did not answer the request: it is unreachable, or refuses this node.
 pub(crate) fn unanswered(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::Refused { .. })
 }
@@ -126,7 +126,7 @@ impl Registry for Metered {
         self.stats.request("watch_config", self.registry.config_changed(known).await)
     }
 
-    async fn list(&self) -> Result<Listing> {
+    async fn list(&self) -> Result<LeaseList> {
         let listed = self.registry.list().await;
         let revision = listed.as_ref().ok().map(|listing| listing.revision);
         let listing = self.stats.request_at("list", listed, revision)?;
@@ -152,7 +152,7 @@ impl Registry for Metered {
         subnets: &Subnets,
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
-    ) -> Result<Result<Entry, Listing>> {
+    ) -> Result<Result<Entry, LeaseList>> {
         let outcome = self.registry.create_or_list(subnets, attrs, grant).await;
         let listed = outcome.as_ref().ok().and_then(|outcome| outcome.as_ref().err());
         let revision = listed.map(|listing| listing.revision);

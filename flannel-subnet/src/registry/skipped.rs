@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use flannel_core::subnet::SkippedEntry;
 
-use super::{Batch, Listing, MOST_SKIPPED, Now};
+use super::{Batch, LeaseList, MOST_SKIPPED, Now};
 
-/// The largest number of newly skipped keys of one list that have a line each in the log, and of
-/// those of all changes within a [`PERIOD`]. The others share a line.
+/// The largest number of newly skipped keys that have a line each in the log. It limits the lines
+/// of one list, and the lines of all changes within a [`PERIOD`]. The other keys share a line.
 const LINES: usize = 5;
 const PERIOD: Duration = Duration::from_secs(60);
 
@@ -17,18 +17,19 @@ const PERIOD: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub(super) struct SkippedKeys {
     reasons: BTreeMap<String, String>,
-    /// There were keys for which no room was left.
+    /// Not all skipped keys are in `reasons`.
     is_full: bool,
     lines: Lines,
 }
 
-/// The lines of changes in the present period.
+/// The log lines about changes in the present period.
 #[derive(Debug, Default)]
 struct Lines {
+    /// The number of keys with a line of their own.
     written: usize,
     /// The shared line is written.
-    is_more_written: bool,
-    /// The number of keys since then.
+    is_shared_written: bool,
+    /// The number of skipped keys after the shared line.
     more: usize,
     /// The end of the period.
     until: Duration,
@@ -37,26 +38,28 @@ struct Lines {
 impl SkippedKeys {
     /// The keys and reasons.
     pub(super) fn all(&self) -> Vec<SkippedEntry> {
-        let known = self
+        let mut all: Vec<SkippedEntry> = self
             .reasons
             .iter()
-            .map(|(key, reason)| SkippedEntry::new(key.as_str(), reason.as_str()));
-        let more = SkippedEntry::new("(more keys)", "not even their names are kept");
-        known.chain(self.is_full.then_some(more)).collect()
+            .map(|(key, reason)| SkippedEntry::new(key.as_str(), reason.as_str()))
+            .collect();
+        if self.is_full {
+            all.push(SkippedEntry::new("(more keys)", "not even their names are kept"));
+        }
+        all
     }
 
     /// Replaces the keys, and logs the new ones.
-    pub(super) fn replace(&mut self, store: &str, listing: &Listing) {
+    pub(super) fn replace(&mut self, store: &str, listing: &LeaseList) {
         let skipped = listing.skipped.iter().map(|s| (s.key.clone(), s.reason.to_string()));
         let known = std::mem::replace(&mut self.reasons, skipped.collect());
         self.is_full = false;
-        let is_new = |(key, reason): &(&String, &String)| known.get(*key) != Some(*reason);
-        let mut new = self.reasons.iter().filter(is_new);
+        let mut new = self.reasons.iter().filter(|(key, reason)| known.get(*key) != Some(*reason));
         new.by_ref().take(LINES).for_each(|(key, reason)| log(store, key, reason));
         log_more(store, new.count());
     }
 
-    /// Adds and removes keys, and logs new ones. `now` is the time since any moment before.
+    /// Adds and removes keys, and logs the new ones. `now` is the time by any monotonic clock.
     pub(super) fn change(&mut self, store: &str, batch: &Batch, now: Duration) {
         if now >= self.lines.until {
             let lines = Lines { until: now + PERIOD, ..Lines::default() };
@@ -79,10 +82,10 @@ impl SkippedKeys {
                 more += 1;
             }
         }
-        if self.lines.is_more_written {
+        if self.lines.is_shared_written {
             self.lines.more += more;
         } else {
-            self.lines.is_more_written = more > 0;
+            self.lines.is_shared_written = more > 0;
             log_more(store, more);
         }
     }
@@ -130,10 +133,13 @@ mod tests {
         Batch { events: events.into_iter().collect(), revision: Revision(1) }
     }
 
-    fn listing(keys: impl IntoIterator<Item = String>) -> Listing {
+    fn listing(keys: impl IntoIterator<Item = String>) -> LeaseList {
         let reason = SkipReason::unreadable(&"no lease");
-        let skipped = |key| Skipped { key, reason: reason.clone(), revision: Revision(1) };
-        Listing { skipped: keys.into_iter().map(skipped).collect(), ..Listing::default() }
+        let skipped = keys
+            .into_iter()
+            .map(|key| Skipped { key, reason: reason.clone(), revision: Revision(1) })
+            .collect();
+        LeaseList { skipped, ..LeaseList::default() }
     }
 
     #[test]

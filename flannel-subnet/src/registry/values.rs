@@ -12,12 +12,12 @@ use flannel_core::{Error, Lease, Result, Subnets};
 /// The ID of a holder of leases. Nodes with one public address have different IDs.
 ///
 /// A node chooses its ID at random once and keeps it in its state directory. `Display` writes 16
-/// hexadecimal digits, `FromStr` reads 1 to 16. In etcd it is the ID of the store's lease.
+/// hexadecimal digits, `FromStr` reads 1 to 16. In etcd it is the ID of an etcd lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HolderId(pub u64);
 
 impl HolderId {
-    /// A new ID, from 1 to 2^63 - 1: etcd accepts no other as the ID of a lease.
+    /// A new ID, from 1 to 2^63 - 1. etcd accepts no other number as the ID of a lease.
     ///
     /// The kernel chooses it. A generator that is seeded with the time can choose one ID for two
     /// nodes that start at the same moment, and each would then take the lease of the other.
@@ -42,12 +42,15 @@ pub use flannel_core::address::ParseError as HolderIdError;
 impl FromStr for HolderId {
     type Err = HolderIdError;
     fn from_str(text: &str) -> Result<Self, HolderIdError> {
-        let digits = (1..=16).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());
-        let holder = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
-        holder.map(Self).ok_or_else(|| HolderIdError {
+        let error = || HolderIdError {
             text: text.to_owned(),
             expected: "a holder ID: 1 to 16 hexadecimal digits".to_owned(),
-        })
+        };
+        // `from_str_radix` would accept a sign.
+        if !(1..=16).contains(&text.len()) || !text.bytes().all(|b| b.is_ascii_hexdigit()) {
+            return Err(error());
+        }
+        u64::from_str_radix(text, 16).map(Self).map_err(|_| error())
     }
 }
 
@@ -56,8 +59,8 @@ impl FromStr for HolderId {
 pub struct LeaseGrant {
     /// The holder.
     pub holder: HolderId,
-    /// The time after a write or renewal for which the store keeps the key, in whole seconds; at
-    /// least 1.
+    /// The time after a write or renewal for which the store keeps the key: whole seconds, at least
+    /// 1.
     pub ttl: Duration,
 }
 
@@ -66,7 +69,7 @@ pub struct LeaseGrant {
 pub struct Entry {
     /// The lease, whose `expires` is `None`. It is shared, so that sets of leases need no copy.
     pub lease: Arc<Lease>,
-    /// Its holder; `None` for a reservation, which never expires.
+    /// Its holder, or `None` for a reservation, which never expires.
     pub holder: Option<HolderId>,
 }
 
@@ -78,12 +81,12 @@ pub enum SkipReason {
     /// may be about to correct it.
     #[error("{0}")]
     Unreadable(String),
-    /// It is too large. The key counts as one without a lease, on all nodes alike: a node that has
-    /// started since has no last value. Its subnets stay occupied.
+    /// It is too large. On all nodes the key counts as a key without a lease, because a node that
+    /// has started since has no last value. Its subnets stay occupied.
     #[error(transparent)]
     TooLarge(#[from] TooLarge),
-    /// All leases together are too large, and others are kept first, on all nodes alike. The key
-    /// counts as one without a lease.
+    /// All leases together are too large, and other leases are kept first, on all nodes alike. The
+    /// key counts as a key without a lease.
     #[error(
         "the leases of the store have more than {most} bytes in all, and smaller or earlier ones \
          are kept first"
@@ -98,8 +101,8 @@ pub enum SkipReason {
 pub const MOST_SKIPPED: usize = 65_536;
 
 impl SkipReason {
-    /// The value is not a lease, for this reason. A long reason is cut: it may quote what another
-    /// party wrote, and nodes keep one for each skipped key.
+    /// The value is not a lease, for this reason. A long reason is cut, because it may quote what
+    /// another party wrote, and nodes keep a reason for each skipped key.
     pub fn unreadable(reason: &dyn fmt::Display) -> Self {
         Self::Unreadable(shorten(&reason.to_string(), REASON).into_owned())
     }
@@ -117,20 +120,21 @@ pub struct Skipped {
     pub key: String,
     /// The reason.
     pub reason: SkipReason,
-    /// The revision at which [`Registry::update`](crate::Registry::update) can replace it; 0 in a
-    /// store that keeps no revision of it.
+    /// The revision at which [`Registry::update`](crate::Registry::update) can replace it, or 0 in
+    /// a store that keeps no revision of it.
     pub revision: Revision,
 }
 
-/// The content of a store at one point in time. It is not `flannel_core::status::Listing`, a map.
+/// All leases of a store at one revision, as [`Registry::list`](crate::Registry::list) returns
+/// them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Listing {
+pub struct LeaseList {
     /// The leases.
     pub entries: Vec<Entry>,
-    /// The skipped keys. A store that keeps the last readable value of an unreadable key (a
-    /// directory does) has that key here and in `entries`.
+    /// The skipped keys. A store that keeps the last readable value of an unreadable key, such as
+    /// a directory, has that key here and in `entries`.
     pub skipped: Vec<Skipped>,
-    /// The point in time, from which [`Registry::watch`](crate::Registry::watch) continues.
+    /// The revision, from which [`Registry::watch`](crate::Registry::watch) continues.
     pub revision: Revision,
 }
 
@@ -155,10 +159,10 @@ pub enum Now {
     Gone,
 }
 
-/// Changes in order. Of several changes of one key only the last is needed.
+/// Changes in order. If a key has changed several times, only the last change is needed.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Batch {
-    /// The changes; empty to confirm that nothing changed up to `revision`.
+    /// The changes. An empty list confirms that nothing changed up to `revision`.
     pub events: Vec<Event>,
     /// The revision of the store after them.
     pub revision: Revision,
@@ -167,7 +171,7 @@ pub struct Batch {
 /// The value of a lease, for a store that writes it.
 ///
 /// # Errors
-/// [`Error::Refused`] if it is too large: no node would use it.
+/// [`Error::Refused`] if it is too large, because no node would use it.
 pub fn value_to_write(
     store: &dyn fmt::Display,
     key: &Subnets,
@@ -228,12 +232,11 @@ mod tests {
 
     #[test]
     fn nodes_that_start_at_one_moment_have_different_holder_ids() {
-        let id = || {
-            // The seed of fastrand is a hash of the time.
-            fastrand::seed(7);
-            HolderId::random()
-        };
-        let (a, b) = (id(), id());
+        // The seed of fastrand is a hash of the time.
+        fastrand::seed(7);
+        let a = HolderId::random();
+        fastrand::seed(7);
+        let b = HolderId::random();
         assert!(a != b && i64::try_from(a.0).is_ok_and(|a| a > 0), "{a} {b}");
     }
 }

@@ -8,17 +8,17 @@ impl MemoryRegistry {
     /// Writes any key with any value, like an operator or another program. Without `grant` it never
     /// expires.
     pub fn put_raw(&self, key: &str, value: &str, grant: Option<LeaseGrant>) {
-        self.change(|state| state.put(key, value, grant));
+        self.change(|store| store.put(key, value, grant));
     }
 
     /// Deletes a key, like an operator who stops its holder.
     pub fn delete_key(&self, key: &str) {
-        self.change(|state| state.remove(key));
+        self.change(|store| store.remove(key));
     }
 
     /// Forgets a holder and deletes its keys, as `etcdctl lease revoke` does.
     pub fn revoke(&self, holder: HolderId) {
-        self.change(|state| state.end_holder(holder));
+        self.change(|store| store.end_holder(holder));
     }
 
     /// Forgets all history. A watch from an older revision has a gap.
@@ -28,7 +28,7 @@ impl MemoryRegistry {
 
     /// Starts or ends an outage, in which every request and watch fails. Leases still expire.
     pub fn set_outage(&self, outage: bool) {
-        self.change(|state| state.outage = outage);
+        self.change(|store| store.outage = outage);
     }
 
     /// Delays the reply to each request. The request itself is carried out at once.

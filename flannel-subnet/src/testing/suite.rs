@@ -151,7 +151,7 @@ async fn config_is_written_only_over_the_known_text(fixture: &Fixture<'_>) {
     let registry = &fixture.registry;
     let known = registry.config().await.expect("a config");
     let refused = |result| matches!(result, Err(Error::Refused { .. }));
-    assert!(refused(registry.write_config(None, "{}").await), "there is one");
+    assert!(refused(registry.write_config(None, "{}").await), "the store has a config");
     let text = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#;
     let changed = registry.config_changed(Some(known.clone()));
     let (changed, written) = soon("config changes", async {
@@ -173,14 +173,16 @@ async fn a_written_lease_is_read_back(fixture: &Fixture<'_>) {
         .iter()
         .enumerate()
     {
-        let (subnets, n) = (text.parse::<Subnets>().expect("a key"), n as u8 + 1);
+        let subnets: Subnets = text.parse().expect("a key");
+        let n = n as u8 + 1;
         let written = fixture
             .registry
             .create(&subnets, &attrs(n), grant(u64::from(n), DAY))
             .await
             .expect("created");
         assert_eq!(written.holder, Some(HolderId(u64::from(n))));
-        assert_eq!((written.lease.subnets, &written.lease.attrs), (subnets, &attrs(n)));
+        assert_eq!(written.lease.subnets, subnets);
+        assert_eq!(written.lease.attrs, attrs(n));
         assert_eq!(fixture.other.entry(&subnets).await.expect("in reach"), Some(written.clone()));
         let listing = fixture.other.list().await.expect("a list");
         assert!(listing.entries.contains(&written), "{listing:?}");
@@ -210,12 +212,13 @@ async fn a_key_is_created_only_once(fixture: &Fixture<'_>) {
 }
 
 async fn a_key_is_changed_only_at_its_revision(fixture: &Fixture<'_>) {
-    let (registry, other) = (&fixture.registry, &fixture.other);
+    let Fixture { registry, other, .. } = fixture;
     let first = registry.create(&key(1), &attrs(1), grant(1, DAY)).await.expect("created");
     let at = first.lease.revision;
     let second = other.update(&key(1), at, &attrs(2), grant(2, DAY)).await.expect("updated");
     assert_ne!(second.lease.revision, at);
-    assert_eq!((second.lease.since, second.holder), (first.lease.since, Some(HolderId(2))));
+    assert_eq!(second.lease.since, first.lease.since);
+    assert_eq!(second.holder, Some(HolderId(2)));
     conflicts(&registry.update(&key(1), at, &attrs(3), grant(1, DAY)).await, &key(1));
     conflicts(&registry.delete(&key(1), at).await, &key(1));
     assert_eq!(registry.entry(&key(1)).await.expect("in reach"), Some(second.clone()));
@@ -244,7 +247,8 @@ async fn of_many_at_once_exactly_one_wins(fixture: &Fixture<'_>) {
         }
         let results = soon("24 writers", tasks.join_all()).await;
         let (won, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
-        assert_eq!((won.len(), lost.len()), (1, 23), "{won:?}");
+        assert_eq!(won.len(), 1, "{won:?}");
+        assert_eq!(lost.len(), 23, "{lost:?}");
         lost.iter().for_each(|lost| conflicts(lost, &key(9)));
         let winner = won.into_iter().next().and_then(Result::ok).expect("one won");
         assert_eq!(fixture.registry.entry(&key(9)).await.expect("in reach"), Some(winner.clone()));
@@ -257,7 +261,7 @@ async fn of_many_at_once_exactly_one_wins(fixture: &Fixture<'_>) {
 }
 
 async fn nothing_is_missed_between_list_and_watch(fixture: &Fixture<'_>) {
-    let (registry, other) = (&fixture.registry, &fixture.other);
+    let Fixture { registry, other, .. } = fixture;
     let stays = other.create(&key(1), &attrs(1), grant(1, DAY)).await.expect("created");
     let goes = other.create(&key(2), &attrs(2), grant(2, DAY)).await.expect("created");
     let listing = registry.list().await.expect("a list");
@@ -289,7 +293,7 @@ async fn renewals_are_no_changes(fixture: &Fixture<'_>) {
         let ttl = fixture.registry.keep_alive(&key(1), HolderId(1)).await.expect("in reach");
         assert_eq!(ttl, Some(DAY));
     }
-    // A registry need not know it.
+    // A registry need not know the remaining time.
     if let Some(left) = fixture.other.remaining(&key(1), HolderId(1)).await.expect("in reach") {
         assert!(left <= DAY && left + PATIENCE > DAY, "{left:?}");
     }
@@ -304,8 +308,9 @@ async fn renewals_are_no_changes(fixture: &Fixture<'_>) {
 }
 
 async fn a_lease_expires_without_renewal(fixture: &Fixture<'_>) {
+    let registry = &fixture.registry;
     // Long enough for a machine that stops for a while.
-    let (registry, ttl) = (&fixture.registry, Duration::from_secs(15));
+    let ttl = Duration::from_secs(15);
     let renewed = registry.create(&key(1), &attrs(1), grant(11, ttl)).await.expect("created");
     let begin = Instant::now();
     registry.create(&key(2), &attrs(2), grant(12, ttl)).await.expect("created");
@@ -352,7 +357,8 @@ async fn reservations_have_no_holder(fixture: &Fixture<'_>) {
         .update(&key(1), reserved.lease.revision, &attrs(2), None)
         .await
         .expect("updated");
-    assert_eq!((used.holder, &used.lease.attrs), (None, &attrs(2)));
+    assert_eq!(used.holder, None);
+    assert_eq!(used.lease.attrs, attrs(2));
     assert_eq!(fixture.other.entry(&key(1)).await.expect("in reach"), Some(used));
     clear(fixture).await;
 }

@@ -162,7 +162,7 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
     let first = fixture.node(0);
     let lease = first.acquire_lease(&attrs(1)).await.unwrap();
     let subnets = lease.subnets;
-    // It has no state directory, and a new holder ID at each start.
+    // The second host has no state directory, and a new holder ID at each start.
     let second = async |holder| {
         let manager = fixture.manager(holder, None, 0);
         assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().subnets, subnets);
@@ -173,7 +173,8 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
     let saved = || Cache::open(fixture.path()).load().unwrap();
     for holder in [0xbb, 0xcc] {
         second(holder).await;
-        let (again, before) = (fixture.node(0), saved());
+        let again = fixture.node(0);
+        let before = saved();
         tokio::time::advance(MINUTE).await;
         let mut views = again.watch_leases().await.unwrap();
         live(&mut views, 2).await;
@@ -189,7 +190,8 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
             }
         };
         timeout(MINUTE, written).await.expect("written within a minute");
-        assert_eq!((saved().own, saved().lost), (None, Some(subnets)));
+        assert_eq!(saved().own, None);
+        assert_eq!(saved().lost, Some(subnets));
     }
     // Another flannel ran here meanwhile, and has the lease.
     let manager = fixture.manager(1, Some(subnets), 0).with_cache(fixture.path());
@@ -202,8 +204,8 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
     fixture.node(0).acquire_lease(&attrs(1)).await.unwrap();
 }
 
-/// The lease in the cache is that of the other flannel by now. If it was used, the daemon would
-/// take the value in the store for that of a rival, and leave the lease to it.
+/// The lease in the cache belongs to the other flannel by now. If it was used, the daemon would
+/// take the value in the store for the value of another host, and leave the lease to that host.
 #[tokio::test(start_paused = true)]
 async fn after_another_flannel_the_lease_in_the_cache_is_not_used() {
     let fixture = Fixture::new();
@@ -219,7 +221,8 @@ async fn after_another_flannel_the_lease_in_the_cache_is_not_used() {
     manager.acquire_lease(&attrs(1)).await.unwrap_err();
     fixture.registry.set_outage(false);
     let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
-    assert_eq!((lease.subnets, &lease.attrs), (subnets, &attrs(1)));
+    assert_eq!(lease.subnets, subnets);
+    assert_eq!(lease.attrs, attrs(1));
     let held = timeout(MINUTE, manager.hold_lease(&lease)).await;
     assert!(held.is_err(), "it was lost: {held:?}");
 }
@@ -236,7 +239,8 @@ async fn a_reservation_that_another_host_with_our_address_took_stays_with_it() {
     reserve(&attrs(1));
     let first = fixture.node(0);
     let lease = first.acquire_lease(&attrs(1)).await.unwrap();
-    assert_eq!((lease.subnets, lease.expires), (subnets, None));
+    assert_eq!(lease.subnets, subnets);
+    assert_eq!(lease.expires, None);
     let mut theirs = attrs(1);
     theirs.preferred.data.v4 = Some(r#"{"VtepMAC":"0a:00:00:00:00:bb"}"#.into());
     let second = async || {
@@ -262,9 +266,9 @@ async fn a_reservation_that_another_host_with_our_address_took_stays_with_it() {
 }
 
 async fn live(views: &mut watch::Receiver<View>, leases: usize) {
-    let good =
+    let is_live =
         |view: &View| matches!(view.origin, Origin::Live { .. }) && view.leases.len() == leases;
-    timeout(MINUTE, views.wait_for(good)).await.expect("within a minute").unwrap();
+    timeout(MINUTE, views.wait_for(is_live)).await.expect("within a minute").unwrap();
 }
 
 #[tokio::test(start_paused = true)]
@@ -359,7 +363,8 @@ async fn a_lease_that_the_node_itself_deletes_leaves_the_cache_first() {
     let own = || Cache::open(fixture.path()).load().unwrap().own.map(|(own, _)| own.subnets);
     assert_eq!(own(), Some(lease.subnets));
     let moved = fixture.node(0).acquire_lease(&attrs(1)).await.unwrap();
-    assert_eq!((fixture.registry.entry(&lease.subnets).await.unwrap(), own()), (None, None));
+    assert_eq!(fixture.registry.entry(&lease.subnets).await.unwrap(), None);
+    assert_eq!(own(), None);
     assert_ne!(moved.subnets, lease.subnets);
 }
 
@@ -546,7 +551,8 @@ async fn an_expired_lease_is_a_hint_until_the_store_answers() {
     }
     fixture.registry.set_outage(false);
     let hints = fixture.node(90_000).hints().await.unwrap();
-    assert_eq!((hints.lapsed, hints.previous), (None, Some(lease.subnets)));
+    assert_eq!(hints.lapsed, None);
+    assert_eq!(hints.previous, Some(lease.subnets));
 }
 
 /// The daemon's host was off, and has started with the wall clock of its last end.
@@ -574,7 +580,7 @@ async fn ownership_from_the_cache_ends_when_the_wall_clock_passes_its_end() {
     let (clock, manager, held) = after_a_restart_of_the_host(&fixture).await;
     let mut ownership = manager.ownership();
     ownership.mark_unchanged();
-    let story = async {
+    let steps = async {
         // A step that does not pass the end changes only what is shown.
         clock.set(2 * 3600);
         assert!(changed(&mut ownership).await.is_held());
@@ -603,7 +609,7 @@ async fn ownership_from_the_cache_ends_when_the_wall_clock_passes_its_end() {
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
-        () = story => (),
+        () = steps => (),
     }
 }
 
@@ -612,7 +618,7 @@ async fn ownership_from_the_cache_ends_when_the_wall_clock_passes_its_end() {
 async fn ownership_from_the_cache_ends_by_boot_time_too() {
     let fixture = Fixture::new();
     let (clock, manager, held) = after_a_restart_of_the_host(&fixture).await;
-    let story = async {
+    let steps = async {
         clock.set(3600 - 600);
         sleep(22 * HOUR).await;
         assert!(manager.ownership_now().is_held());
@@ -622,7 +628,7 @@ async fn ownership_from_the_cache_ends_by_boot_time_too() {
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
-        () = story => (),
+        () = steps => (),
     }
 }
 
@@ -634,7 +640,7 @@ async fn a_lease_from_the_cache_that_another_node_took_ends_when_the_store_answe
     fixture.registry.revoke(HolderId(1));
     let grant = LeaseGrant { holder: HolderId(0xbb), ttl: DAY };
     fixture.registry.put_raw(&held.subnets.to_string(), &attrs(2).to_json(), Some(grant));
-    let story = async {
+    let steps = async {
         clock.set(72 * 3600);
         sleep(MINUTE).await;
         assert!(!manager.ownership_now().is_held());
@@ -643,7 +649,7 @@ async fn a_lease_from_the_cache_that_another_node_took_ends_when_the_store_answe
     };
     let end = tokio::select! {
         end = timeout(10 * MINUTE, manager.hold_lease(&held)) => end.unwrap().unwrap(),
-        () = story => unreachable!(),
+        () = steps => unreachable!(),
     };
     assert!(matches!(&end, LeaseEnd::Taken { by } if by.contains("192.0.2.2")), "{end:?}");
     // The next run gets other subnets.
@@ -651,13 +657,13 @@ async fn a_lease_from_the_cache_that_another_node_took_ends_when_the_store_answe
     assert_ne!(next.acquire_lease(&attrs(1)).await.unwrap().subnets, held.subnets);
 }
 
-/// Nobody took them.
+/// No other node took the subnets.
 #[tokio::test(start_paused = true)]
 async fn an_expired_lease_from_the_cache_is_acquired_again_if_it_is_free() {
     let fixture = Fixture::new();
     let (clock, manager, held) = after_a_restart_of_the_host(&fixture).await;
     fixture.registry.revoke(HolderId(1));
-    let story = async {
+    let steps = async {
         clock.set(72 * 3600);
         sleep(MINUTE).await;
         assert!(!manager.ownership_now().is_held());
@@ -669,7 +675,7 @@ async fn an_expired_lease_from_the_cache_is_acquired_again_if_it_is_free() {
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
-        () = story => (),
+        () = steps => (),
     }
 }
 
@@ -698,7 +704,7 @@ async fn while_the_machine_runs_a_restarted_daemon_counts_by_boot_time() {
     manager.acquire_lease(&attrs(1)).await.unwrap_err();
 }
 
-/// The file would claim the lease for too long after the next restart of the machine.
+/// After the next restart of the machine, the file would give the lease for too long.
 #[tokio::test(start_paused = true)]
 async fn the_cache_is_written_again_when_the_wall_clock_is_set() {
     let fixture = Fixture::new();

@@ -16,7 +16,7 @@ use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, SubnetManager, Subnets};
 use flannel_subnet::{
     Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, HolderId, Identity, LeaseGrant,
-    LocalManager, Reflector, Registry, Skipped,
+    LocalManager, Reflector, Registry,
 };
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -72,6 +72,7 @@ impl Net {
         names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
+    /// Starts to follow, and waits for the first list.
     async fn following(&self) -> (Reflector, watch::Receiver<View>) {
         let reflector = Reflector::start(Arc::new(self.reopen().await));
         let mut views = reflector.views();
@@ -141,7 +142,8 @@ async fn a_lease_with_the_largest_time_to_live_never_expires() {
     let largest = Duration::from_secs(u64::MAX);
     net.registry.create(&key(5), &attrs("192.0.2.1"), grant(1, largest)).await.unwrap();
     let lease = node(&net.registry, 1).acquire_lease(&attrs("192.0.2.1")).await.unwrap();
-    assert_eq!((lease.subnets, lease.expires), (key(5), None));
+    assert_eq!(lease.subnets, key(5));
+    assert_eq!(lease.expires, None);
 }
 
 #[tokio::test]
@@ -235,7 +237,8 @@ async fn a_replaced_directory_is_read_again() {
 #[tokio::test]
 async fn a_replaced_root_is_read_again() {
     let dir = tempfile::tempdir().unwrap();
-    let (root, new) = (dir.path().join("net"), dir.path().join("new"));
+    let root = dir.path().join("net");
+    let new = dir.path().join("new");
     for (root, n) in [(&root, 1), (&new, 2)] {
         fs::create_dir_all(root.join("subnets")).unwrap();
         fs::write(root.join("subnets").join(key(n).to_string()), "{}").unwrap();
@@ -251,13 +254,14 @@ async fn a_replaced_root_is_read_again() {
     wait(&mut views, |view| view.leases.len() == 2).await;
 }
 
-/// As a directory that is not mounted.
+/// For example, the directory is not mounted.
 #[tokio::test]
-async fn a_missing_directory_is_no_store_without_leases() {
+async fn a_missing_directory_is_not_a_store_without_leases() {
     let net = Net::new().await;
     fs::write(net.file(key(1)), "{}").unwrap();
     let (_reflector, views) = net.following().await;
-    let (subnets, away) = (net.dir.path().join("subnets"), net.dir.path().join("away"));
+    let subnets = net.dir.path().join("subnets");
+    let away = net.dir.path().join("away");
     fs::rename(&subnets, &away).unwrap();
     fs::remove_file(net.dir.path().join("config")).unwrap();
     let reopened = DirRegistry::reopen(net.dir.path(), DirOptions::default()).await.unwrap();
@@ -286,7 +290,8 @@ async fn an_overflow_of_the_event_queue_loses_nothing() {
         .trim()
         .parse()
         .unwrap();
-    let (one, two) = (net.file(key(1)), net.file(key(2)));
+    let one = net.file(key(1));
+    let two = net.file(key(2));
     fs::write(net.file(key(3)), "{}").unwrap();
     // Renames, because equal events would be merged.
     fs::write(&one, "{}").unwrap();
@@ -328,8 +333,8 @@ async fn only_small_regular_files_are_read() {
     File::create(net.file(key(6))).unwrap().set_len(1 << 30).unwrap();
     let again = net.reopen().await;
     let listing = again.list().await.unwrap();
-    let reason = |bad: &Skipped| (bad.key.clone(), bad.reason.to_string());
-    let skipped: Vec<_> = listing.skipped.iter().map(reason).collect();
+    let skipped: Vec<_> =
+        listing.skipped.iter().map(|bad| (bad.key.clone(), bad.reason.to_string())).collect();
     let large = "the value of the lease has 1073741824 bytes, expected at most 16384";
     let expected = [
         ("10.1.4.0-24", "it is not a file"),
@@ -337,7 +342,8 @@ async fn only_small_regular_files_are_read() {
         ("10.1.6.0-24", large),
     ];
     let expected = expected.map(|(key, reason)| (key.to_owned(), reason.to_owned()));
-    assert_eq!((listing.entries.len(), skipped), (0, expected.to_vec()));
+    assert_eq!(listing.entries.len(), 0);
+    assert_eq!(skipped, expected.to_vec());
     let created = again.create(&key(6), &attrs("192.0.2.1"), grant(1, DAY)).await;
     assert!(matches!(created, Err(Error::Conflict { .. })), "{created:?}");
     for n in 4..=5 {
@@ -366,7 +372,8 @@ async fn files_of_a_crashed_writer_are_removed_and_never_read() {
     // Nothing that could keep a daemon from its start.
     fs::create_dir(net.file(".flannel-tmp-planted-0011223344556677")).unwrap();
     let listing = net.registry.list().await.unwrap();
-    assert_eq!((listing.entries.len(), listing.skipped.len()), (0, 0));
+    assert_eq!(listing.entries.len(), 0);
+    assert_eq!(listing.skipped.len(), 0);
     net.reopen().await;
     let exist = [&leftover, &of_config, &of_other].map(|path| path.exists());
     assert_eq!(exist, [false, false, true]);
@@ -384,7 +391,8 @@ async fn a_writer_waits_for_a_held_lock() {
         .spawn()
         .expect("flock(1) of util-linux");
     holder.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
-    let (key, us) = (key(1), attrs("192.0.2.1"));
+    let key = key(1);
+    let us = attrs("192.0.2.1");
     let mut create = Box::pin(net.registry.create(&key, &us, grant(1, DAY)));
     let logged = Logged::default();
     let _guard = tracing::subscriber::set_default(logged.clone());
@@ -427,7 +435,8 @@ async fn many_processes_share_one_directory() {
         leases
             .extend(text.lines().filter_map(|line| line.split("lease ").nth(1)).map(str::to_owned));
     }
-    assert_eq!((leases.len(), leases.iter().collect::<BTreeSet<_>>().len()), (60, 60));
+    assert_eq!(leases.len(), 60);
+    assert_eq!(leases.iter().collect::<BTreeSet<_>>().len(), 60);
     wait(&mut views, |view| view.leases.len() == 60).await;
     let error = node(&net.registry, 99).acquire_lease(&attrs("192.0.2.99")).await.unwrap_err();
     assert!(matches!(error, Error::OutOfSubnets { total: 60, .. }), "{error}");
@@ -448,7 +457,8 @@ async fn deleting_a_file_stops_its_node() {
     let manager = Arc::new(node(&net.registry, 1));
     let lease = manager.acquire_lease(&attrs("192.0.2.1")).await.unwrap();
     let held = tokio::spawn({
-        let (manager, lease) = (Arc::clone(&manager), lease.clone());
+        let manager = Arc::clone(&manager);
+        let lease = lease.clone();
         async move { manager.hold_lease(&lease).await }
     });
     let mut views = manager.watch_leases().await.unwrap();
@@ -496,10 +506,12 @@ async fn a_static_directory_assigns_leases_and_is_never_written() {
     let manager = assigned(dir.path(), "192.0.2.1").await;
     let hints = manager.hints().await.unwrap();
     let written = LeaseAttrs::from_json(VALUE).unwrap();
-    assert_eq!((hints.public, hints.previous), (written.preferred.public, Some(key(1))));
+    assert_eq!(hints.public, written.preferred.public);
+    assert_eq!(hints.previous, Some(key(1)));
     assert_eq!(hints.last_published.as_ref(), Some(&written));
     let lease = manager.acquire_lease(&written).await.unwrap();
-    assert_eq!((lease.subnets, lease.expires), (key(1), None));
+    assert_eq!(lease.subnets, key(1));
+    assert_eq!(lease.expires, None);
 
     let mut ours = written.clone();
     ours.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
@@ -518,7 +530,8 @@ async fn a_static_directory_assigns_leases_and_is_never_written() {
     );
 
     let names = |path: &Path| fs::read_dir(path).unwrap().count();
-    assert_eq!((names(dir.path()), names(&dir.path().join("subnets"))), (2, 2), "not even a lock");
+    assert_eq!(names(dir.path()), 2, "not even a lock");
+    assert_eq!(names(&dir.path().join("subnets")), 2, "not even a lock");
     let location = DirOptions { assign: Assign::Static };
     let registry = DirRegistry::open(dir.path(), location).await.unwrap();
     let refused = registry.create(&key(9), &written, None).await.unwrap_err().to_string();
@@ -575,7 +588,8 @@ async fn a_static_directory_reports_config_changes_and_its_networks_need_a_resta
         changed(r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","MTU":1200}}"#, &mtu).await;
     assert_ne!(moved.networks, first.networks, "the waiting config is reported");
     let used = manager.network_config().await.unwrap();
-    assert_eq!((used.networks, used.backend), (first.networks, moved.backend.clone()));
+    assert_eq!(used.networks, first.networks);
+    assert_eq!(used.backend, moved.backend);
 
     let wrong = manager.config_changed(&moved);
     tokio::pin!(wrong);
@@ -593,7 +607,8 @@ async fn a_static_directory_reports_config_changes_and_its_networks_need_a_resta
     manager.acquire_lease(&LeaseAttrs::from_json(VALUE).unwrap()).await.unwrap();
     write(r#"{"Network":"10.1.0.0/16"}"#);
     let again = tokio::time::timeout(Duration::from_secs(20), wrong).await.unwrap().unwrap();
-    assert_eq!((again, manager.store_status().wrong_config), (first, None));
+    assert_eq!(again, first);
+    assert_eq!(manager.store_status().wrong_config, None);
 }
 
 /// A network and its lease are of the same config.
@@ -620,7 +635,8 @@ async fn a_quiet_directory_is_confirmed_every_minute_unless_it_is_unreadable() {
     let mut views = manager.watch_leases().await.unwrap();
     wait(&mut views, |view| view.leases.len() == 2).await;
     let confirmed = || manager.store_status().confirmed.unwrap().1;
-    let (first, requests) = (confirmed(), manager.store_status().requests());
+    let first = confirmed();
+    let requests = manager.store_status().requests();
     let later = async {
         while confirmed() == first {
             tokio::time::sleep(Duration::from_secs(1)).await;
@@ -653,7 +669,7 @@ async fn renewals_and_equal_writes_wake_no_watch() {
     let other = net.reopen().await;
     let mut watch = other.watch(other.list().await.unwrap().revision).await.unwrap();
     net.registry.keep_alive(&key(1), HolderId(1)).await.unwrap();
-    // The same bytes are no change either.
+    // Writing the same bytes is not a change either.
     let text = fs::read(net.file(key(1))).unwrap();
     fs::write(net.file(key(1)), text).unwrap();
     fs::write(net.file(key(2)), "{}").unwrap();

@@ -12,7 +12,7 @@ use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use flannel_core::{Error, Result, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, Listing, LocalManager,
+    Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, LeaseList, LocalManager,
     MemoryRegistry, Registry, Watch,
 };
 use tokio::time::sleep;
@@ -91,7 +91,7 @@ impl Registry for LossyStore {
     async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
         self.registry.config_changed(known).await
     }
-    async fn list(&self) -> Result<Listing> {
+    async fn list(&self) -> Result<LeaseList> {
         self.registry.list().await
     }
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {

@@ -36,7 +36,7 @@ fn attrs(addresses: &[&str]) -> LeaseAttrs {
     })
 }
 
-/// The same node with another VTEP.
+/// The attributes of the same node with another VTEP.
 fn other_data(of: &LeaseAttrs) -> LeaseAttrs {
     let mut attrs = of.clone();
     attrs.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
@@ -96,7 +96,8 @@ async fn hold(manager: LocalManager, attrs: &LeaseAttrs) -> Held {
     let lease = manager.acquire_lease(attrs).await.unwrap();
     let mut views = manager.watch_leases().await.unwrap();
     let task = tokio::spawn({
-        let (manager, lease) = (Arc::clone(&manager), lease.clone());
+        let manager = Arc::clone(&manager);
+        let lease = lease.clone();
         async move { manager.hold_lease(&lease).await }
     });
     soon(views.wait_for(|view| matches!(view.origin, Origin::Live { .. }))).await.unwrap();
@@ -121,7 +122,8 @@ async fn a_new_node_gets_a_subnet_and_keeps_it_over_restarts() {
     let subnet = first.subnets.family(Family::V4).unwrap();
     assert!(subnet.len() == 24 && subnet.to_string().starts_with("10.1."), "{subnet}");
     assert!(first.expires.is_some());
-    // By holder ID, even with another address; by address, even with another holder ID.
+    // It is found by holder ID even with another address, and by address even with another holder
+    // ID.
     let by_holder = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
     assert_eq!(by_holder.subnets, first.subnets);
     let by_address = node(&registry, 2).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
@@ -235,7 +237,8 @@ async fn a_lease_that_becomes_too_large_is_gone_for_all_nodes_and_its_node_resto
     assert_ne!(lease.subnets, key("10.1.7.0-24"), "its subnet stays occupied");
     let mut own = manager.watch_leases().await.unwrap();
     let holding = tokio::spawn({
-        let (manager, lease) = (Arc::clone(&manager), lease.clone());
+        let manager = Arc::clone(&manager);
+        let lease = lease.clone();
         async move { manager.hold_lease(&lease).await }
     });
     drop(soon(own.wait_for(|view| view.leases.get(&lease.subnets).is_some())).await.unwrap());
@@ -289,7 +292,8 @@ async fn of_many_unreadable_keys_a_few_are_logged_and_the_others_are_counted() {
     registry.put_raw("other", "{}", None);
     manager.hints().await.unwrap();
     let keys = logged.count("a key of the store is skipped");
-    assert_eq!((keys, logged.warnings().len()), (6, 7), "{:?}", logged.warnings());
+    assert_eq!(keys, 6, "{:?}", logged.warnings());
+    assert_eq!(logged.warnings().len(), 7, "{:?}", logged.warnings());
 }
 
 #[tokio::test(start_paused = true)]
@@ -362,10 +366,8 @@ async fn an_unreadable_lease_is_restored_at_the_next_renewal() {
     registry.put_raw(&key.to_string(), "not json", None);
     tokio::time::sleep(DAY).await;
     let entry = registry.entry(&key).await.unwrap().unwrap();
-    assert_eq!(
-        (entry.holder, entry.lease.attrs.clone()),
-        (Some(HolderId(1)), held.lease.attrs.clone())
-    );
+    assert_eq!(entry.holder, Some(HolderId(1)));
+    assert_eq!(entry.lease.attrs, held.lease.attrs);
     assert!(matches!(held.manager.ownership_now(), Ownership::Held { until: Some(_) }));
     assert!(!held.task.is_finished());
 }
@@ -588,13 +590,15 @@ async fn a_reservation_stays_a_reservation() {
     put(&registry, "10.1.5.0-24", &reserved, None).await;
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;
-    assert_eq!((held.lease.subnets, held.lease.expires), (key("10.1.5.0-24"), None));
+    assert_eq!(held.lease.subnets, key("10.1.5.0-24"));
+    assert_eq!(held.lease.expires, None);
     assert_eq!(held.manager.ownership_now(), Ownership::Held { until: None });
     let before = held.manager.store_status().requests();
     tokio::time::sleep(10 * DAY).await;
     assert_eq!(held.manager.store_status().requests(), before, "nothing to renew");
     let entry = registry.entry(&held.lease.subnets).await.unwrap().unwrap();
-    assert_eq!((entry.holder, &entry.lease.attrs), (None, &us));
+    assert_eq!(entry.holder, None);
+    assert_eq!(entry.lease.attrs, us);
 
     // Its attributes were removed, and are written again.
     registry.put_raw("10.1.5.0-24", &reserved.to_json(), None);
@@ -721,7 +725,8 @@ async fn another_manager_can_continue_to_hold_a_lease() {
     tokio::time::sleep(20 * HOUR).await;
     let manager = Arc::new(node(&registry, 1));
     let held = tokio::spawn({
-        let (manager, lease) = (Arc::clone(&manager), lease.clone());
+        let manager = Arc::clone(&manager);
+        let lease = lease.clone();
         async move { manager.hold_lease(&lease).await }
     });
     tokio::time::sleep(3 * DAY).await;

@@ -103,7 +103,8 @@ async fn a_gap_causes_a_new_list_and_notifies_only_of_differences() {
     registry.delete_key("10.1.1.0-24");
     registry.forget_history();
     let view = wait(&mut views, |view| view.leases.len() == 1).await;
-    let (old, new) = (before.get(&key(2)).unwrap(), view.leases.get(&key(2)).unwrap());
+    let old = before.get(&key(2)).unwrap();
+    let new = view.leases.get(&key(2)).unwrap();
     assert!(Arc::ptr_eq(old, new), "an unchanged lease is shared");
 
     views.borrow_and_update();

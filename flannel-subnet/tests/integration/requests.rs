@@ -12,7 +12,7 @@ use flannel_core::subnet::{LeaseEnd, StoreReason};
 use flannel_core::{Error, Lease, Result, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Batch, Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, Listing, LocalManager,
+    Batch, Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, LeaseList, LocalManager,
     MemoryRegistry, Reflector, Registry, Watch,
 };
 use mockall::mock;
@@ -27,7 +27,7 @@ mock! {
     impl Registry for Store {
         async fn config(&self) -> Result<ConfigText>;
         async fn config_changed(&self, known: Option<ConfigText>) -> Result<()>;
-        async fn list(&self) -> Result<Listing>;
+        async fn list(&self) -> Result<LeaseList>;
         async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>>;
         async fn create(
             &self,
@@ -40,7 +40,7 @@ mock! {
             subnets: &Subnets,
             attrs: &LeaseAttrs,
             grant: Option<LeaseGrant>,
-        ) -> Result<Result<Entry, Listing>>;
+        ) -> Result<Result<Entry, LeaseList>>;
         async fn update(
             &self,
             subnets: &Subnets,
@@ -79,7 +79,7 @@ fn store(entries: Vec<Entry>) -> MockStore {
         Ok(ConfigText { location: "config".into(), text: r#"{"Network":"10.1.0.0/16"}"#.into() })
     });
     store.expect_list().times(1).returning(move || {
-        Ok(Listing { entries: entries.clone(), revision: Revision(9), ..Listing::default() })
+        Ok(LeaseList { entries: entries.clone(), revision: Revision(9), ..LeaseList::default() })
     });
     store
 }
@@ -109,18 +109,16 @@ async fn an_equal_reservation_costs_no_request() {
 #[tokio::test]
 async fn a_takeover_is_one_compare_and_swap_at_the_read_revision() {
     let mut store = store(vec![entry(Some(2))]);
-    let ours = |at: &Revision, grant: &Option<LeaseGrant>| {
-        *at == Revision(7) && *grant == Some(LeaseGrant { holder: HolderId(1), ttl: DAY })
-    };
+    let grant = Some(LeaseGrant { holder: HolderId(1), ttl: DAY });
     store
         .expect_update()
         .times(1)
-        .withf(move |_, at, _, grant| ours(at, grant))
+        .withf(move |_, at, _, given| *at == Revision(7) && *given == grant)
         .returning(|_, _, _, _| Ok(entry(Some(1))));
     acquire(store).await;
 }
 
-/// The same with other subnets.
+/// An entry with these subnets and this holder.
 fn at(subnets: Subnets, holder: u64) -> Entry {
     let entry = entry(Some(holder));
     Entry { lease: Lease { subnets, ..Lease::clone(&entry.lease) }.into(), ..entry }
@@ -148,7 +146,7 @@ async fn a_lost_race_costs_one_more_request() {
                 let mut other = at(*subnets, 2);
                 Arc::make_mut(&mut other.lease).attrs.preferred.public =
                     ["192.0.2.2".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
-                Ok(Err(Listing { entries: vec![other], ..Listing::default() }))
+                Ok(Err(LeaseList { entries: vec![other], ..LeaseList::default() }))
             }
             Err(_) => Ok(Ok(at(*subnets, 1))),
         }
@@ -164,12 +162,12 @@ async fn after_a_lost_race_without_content_the_store_is_listed_later() {
     let config =
         || ConfigText { location: "config".into(), text: r#"{"Network":"10.1.0.0/16"}"#.into() };
     store.expect_config().returning(move || Ok(config()));
-    store.expect_list().times(4).returning(|| Ok(Listing::default()));
+    store.expect_list().times(4).returning(|| Ok(LeaseList::default()));
     let mut refusals = 3;
     store.expect_create_or_list().times(4).returning(move |subnets, _, _| {
         let refused = refusals > 0;
         refusals -= i32::from(refused);
-        Ok(if refused { Err(Listing::default()) } else { Ok(at(*subnets, 1)) })
+        Ok(if refused { Err(LeaseList::default()) } else { Ok(at(*subnets, 1)) })
     });
     let begin = tokio::time::Instant::now();
     acquire(store).await;
@@ -192,7 +190,7 @@ async fn hold(mut store: MockStore, listed: Vec<Entry>) -> LeaseEnd {
     store.expect_failure_pauses().returning(FailurePauses::of_local_store);
     store.expect_fmt().returning(|f| f.write_str("mock"));
     store.expect_list().times(1).returning(move || {
-        Ok(Listing { entries: listed.clone(), revision: Revision(9), ..Listing::default() })
+        Ok(LeaseList { entries: listed.clone(), revision: Revision(9), ..LeaseList::default() })
     });
     let clock = TokioClock::new();
     let identity = Identity { holder: HolderId(1), previous: None, local_addresses: Vec::new() };
@@ -312,7 +310,7 @@ async fn watches_that_a_proxy_ends_are_begun_again_soon() {
     let counted = Arc::clone(&lists);
     store.expect_list().returning(move || {
         counted.fetch_add(1, Ordering::Relaxed);
-        Ok(Listing::default())
+        Ok(LeaseList::default())
     });
     store.expect_watch().returning(|_| Ok(Box::new(MinuteWatch)));
     let reflector = Reflector::start(Arc::new(store));
@@ -333,11 +331,11 @@ async fn a_node_whose_previous_key_is_not_listed_takes_other_subnets() {
         let text = r#"{"Network":"10.1.0.0/16"}"#.into();
         Ok(ConfigText { location: "mock".into(), text })
     });
-    store.expect_list().times(1..5).returning(|| Ok(Listing::default()));
+    store.expect_list().times(1..5).returning(|| Ok(LeaseList::default()));
     let previous: Subnets = "10.1.5.0-24".parse().unwrap();
     store.expect_create_or_list().times(1..5).returning(move |subnets, attrs, grant| {
         if *subnets == previous {
-            return Ok(Err(Listing::default()));
+            return Ok(Err(LeaseList::default()));
         }
         let mut entry = entry(grant.map(|grant| grant.holder.0));
         let lease = Arc::make_mut(&mut entry.lease);

@@ -67,7 +67,7 @@ impl NodeClock {
         *self.error.lock().unwrap()
     }
 
-    /// Makes the wall clock wrong by this many milliseconds; 0: right.
+    /// Makes the wall clock wrong by this many milliseconds. 0 makes it right.
     pub(crate) fn set_error(&self, error: i64) {
         *self.error.lock().unwrap() = error;
         self.set.notify_waiters();

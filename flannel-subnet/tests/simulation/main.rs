@@ -12,8 +12,8 @@
 //! back, unless another node had it meanwhile. No lease ends without a reason. After the faults,
 //! every node that can get a subnet has one, and all views equal the store.
 //!
-//! `FLANNEL_SIM_SEEDS=n` runs the seeds before n, and with `FLANNEL_SIM_FIRST=m` only those from m
-//! on. `FLANNEL_SIM_SEED=n` runs one seed and prints its events.
+//! `FLANNEL_SIM_SEEDS=n` runs the seeds before n, and with `FLANNEL_SIM_FIRST=m` only the seeds
+//! from m on. `FLANNEL_SIM_SEED=n` runs one seed and prints its events.
 
 #![allow(clippy::unwrap_used, reason = "test helpers are test code")]
 
@@ -98,7 +98,8 @@ fn nodes_share_a_network_under_all_faults() {
 
 #[test]
 fn a_seed_reproduces_its_simulation() {
-    let (one, other) = (simulate(7, None, true), simulate(7, None, true));
+    let one = simulate(7, None, true);
+    let other = simulate(7, None, true);
     assert!(one.trace.len() > 1_000);
     for (place, (one, other)) in one.trace.iter().zip(&other.trace).enumerate() {
         assert_eq!(one, other, "line {place}");

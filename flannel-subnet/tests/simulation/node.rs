@@ -30,7 +30,7 @@ pub(crate) struct Disk {
     pub(crate) holder: HolderId,
     /// As in `subnet.env`, with the sequence number at which it was last known to be held.
     pub(crate) previous: Option<(Subnets, u64)>,
-    /// `None`: the node has no cache, so each start needs the store.
+    /// If it is `None`, the node has no cache, so each start needs the store.
     pub(crate) cache: Option<Cache>,
 }
 
@@ -113,7 +113,8 @@ impl Node {
             store.count(Fault::WallRestored);
         }
         self.past.lock().unwrap().push(old);
-        let (node, store) = (Arc::clone(self), Arc::clone(store));
+        let node = Arc::clone(self);
+        let store = Arc::clone(store);
         let link = Arc::clone(&self.link);
         let life = tokio::spawn(while_running(link, async move { node.live(&store).await }));
         *self.power.lock().unwrap() = Some(life.abort_handle());
@@ -191,16 +192,17 @@ impl Node {
 
     /// One run of the daemon.
     async fn daemon(&self, store: &SharedStore, run: Run, disk: &Disk) {
-        let (store_, link) = (Arc::clone(store), Arc::clone(&self.link));
-        let transport = Transport { store: store_, link, run: run.clone() };
+        let transport =
+            Transport { store: Arc::clone(store), link: Arc::clone(&self.link), run: run.clone() };
         let identity = Identity {
             holder: disk.holder,
             previous: disk.previous.map(|(subnets, _)| subnets),
             local_addresses: Vec::new(),
         };
         let clock = Arc::clone(&*self.clock.lock().unwrap());
-        let manager = LocalManager::with_clock(Arc::new(transport), identity, clock);
-        let mut manager = manager.with_ttl(TTL).with_renew_margin(MARGIN);
+        let mut manager = LocalManager::with_clock(Arc::new(transport), identity, clock)
+            .with_ttl(TTL)
+            .with_renew_margin(MARGIN);
         if let Some(cache) = &disk.cache {
             manager = manager.with_opened_cache(cache.clone());
         }

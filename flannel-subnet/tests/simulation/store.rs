@@ -61,20 +61,30 @@ pub(crate) struct StoreStats {
     /// The run that each node is in, if any.
     pub(crate) running: BTreeMap<usize, Run>,
     evicted: BTreeSet<(usize, u64, Subnets)>,
-    /// The same without later writes: a node's own late write does not undo its knowledge.
+    /// All evictions. A later write of the node does not remove them, because a late write of its
+    /// own does not undo what the node knows.
     ever_evicted: BTreeSet<(usize, u64, Subnets)>,
     /// Entries whose holders, as far as they do not run, may find them in their cache.
     evicted_in_cache: Vec<Entry>,
     /// Deleted keys, with `since`. All other missing keys have expired.
     deleted: BTreeSet<(Subnets, Revision)>,
-    /// The last writer of each key, and when; `None`: an operator or another program.
-    writes: BTreeMap<Subnets, Vec<(u64, Option<usize>)>>,
+    /// The writes of each key.
+    writes: BTreeMap<Subnets, Vec<Write>>,
     /// The keys that an earlier run of a node wrote during a later one.
     late: BTreeSet<(usize, Subnets)>,
     sequence: u64,
     pub(crate) wrong: Option<String>,
     /// The events, if they are recorded.
     pub(crate) trace: Option<Vec<String>>,
+}
+
+/// A write of a key.
+#[derive(Debug, Clone, Copy)]
+struct Write {
+    /// The sequence number.
+    when: u64,
+    /// The node, or `None` for an operator or another program.
+    by: Option<usize>,
 }
 
 /// Whether the entry is the lease of this run.
@@ -92,8 +102,11 @@ impl StoreStats {
 
     /// Notes that a run begins with these subnets in its cache.
     pub(crate) fn begins_with(&mut self, run: &Run, subnets: &Subnets) {
-        let is_it = |entry: &Entry| entry.lease.subnets == *subnets && holds(entry, run);
-        if self.evicted_in_cache.iter().any(is_it) {
+        if self
+            .evicted_in_cache
+            .iter()
+            .any(|entry| entry.lease.subnets == *subnets && holds(entry, run))
+        {
             let evicted = (run.node, run.number, *subnets);
             self.evicted.insert(evicted);
             self.ever_evicted.insert(evicted);
@@ -104,12 +117,13 @@ impl StoreStats {
         self.ever_evicted.contains(&(run.node, run.number, *subnets))
     }
 
-    /// Another node than `node` wrote an overlapping key since then.
+    /// Whether another node than `node` has written an overlapping key since then.
     pub(crate) fn others_wrote(&self, node: usize, subnets: &Subnets, since: u64) -> bool {
-        let overlapping = self.writes.iter().filter(|(key, _)| key.overlaps(subnets));
-        overlapping
+        self.writes
+            .iter()
+            .filter(|(key, _)| key.overlaps(subnets))
             .flat_map(|(_, writes)| writes)
-            .any(|(when, who)| *when > since && *who != Some(node))
+            .any(|write| write.when > since && write.by != Some(node))
     }
 
     pub(crate) fn was_deleted(&self, key: &(Subnets, Revision)) -> bool {
@@ -122,13 +136,16 @@ impl StoreStats {
 
     /// The time at which the node first wrote this key.
     pub(crate) fn first_write(&self, node: usize, key: &Subnets) -> Option<u64> {
-        self.writes.get(key)?.iter().find(|(_, who)| *who == Some(node)).map(|(when, _)| *when)
+        self.writes.get(key)?.iter().find(|write| write.by == Some(node)).map(|write| write.when)
     }
 
-    /// The node has written another key than this one.
+    /// Whether the node has written another key than this one.
     pub(crate) fn wrote_another(&self, node: usize, key: &Subnets) -> bool {
-        let mut others = self.writes.iter().filter(|(other, _)| *other != key);
-        others.any(|(_, writes)| writes.iter().any(|(_, who)| *who == Some(node)))
+        self.writes
+            .iter()
+            .filter(|(other, _)| *other != key)
+            .flat_map(|(_, writes)| writes)
+            .any(|write| write.by == Some(node))
     }
 
     /// Whether an earlier run of the node wrote this key during a later one.
@@ -151,9 +168,10 @@ impl StoreStats {
         }
     }
 
-    fn wrote(&mut self, key: &Subnets, who: Option<usize>) {
+    fn wrote(&mut self, key: &Subnets, by: Option<usize>) {
         self.sequence += 1;
-        self.writes.entry(*key).or_default().push((self.sequence, who));
+        let write = Write { when: self.sequence, by };
+        self.writes.entry(*key).or_default().push(write);
     }
 }
 
@@ -168,9 +186,10 @@ impl Store {
 
     pub(crate) fn fits_every_config(&self, subnets: &Subnets) -> bool {
         self.parsed.iter().all(|config| {
-            let inside =
-                |s: Subnet| config.networks[s.family()].is_some_and(|n| n.min <= s && s <= n.max);
-            subnets.iter().all(inside)
+            subnets.iter().all(|subnet: Subnet| {
+                config.networks[subnet.family()]
+                    .is_some_and(|network| (network.min..=network.max).contains(&subnet))
+            })
         })
     }
 

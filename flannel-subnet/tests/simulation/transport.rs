@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::{Error, Result, Subnets};
-use flannel_subnet::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
+use flannel_subnet::{Batch, ConfigText, Entry, HolderId, LeaseGrant, LeaseList, Registry, Watch};
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
@@ -19,7 +19,7 @@ use crate::store::{Run, SharedStore};
 /// The time limit of a request.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The reason for which a node cannot reach the store, or does not run.
+/// Why a node cannot reach the store, or does not run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Condition {
     pub(crate) suspended: bool,
@@ -165,14 +165,19 @@ impl Transport {
         }
         self.link.running().await;
         let reply = reply.filter(|_| !self.link.now().cut).unwrap_or_else(|| Err(out_of_reach()));
+        self.note(what, fate, &reply);
+        reply
+    }
+
+    /// Records a request and its reply.
+    fn note<T: fmt::Debug>(&self, what: &str, fate: Fate, reply: &Result<T>) {
         self.store.stats().note(|| {
-            let reply = match &reply {
+            let reply = match reply {
                 Ok(reply) => format!("{reply:?}").chars().take(300).collect(),
                 Err(error) => error.to_string(),
             };
             format!("  {:?} {what}: {fate:?}: {reply}", self.run)
         });
-        reply
     }
 }
 
@@ -192,7 +197,7 @@ impl Registry for Transport {
         self.store.registry.config_changed(known).await
     }
 
-    async fn list(&self) -> Result<Listing> {
+    async fn list(&self) -> Result<LeaseList> {
         self.call("list", TTL, |way| async move { way.store.registry.list().await }).await
     }
 

@@ -345,25 +345,27 @@ impl World {
     /// Subnets of the first config without an overlapping key.
     async fn free(&self) -> Vec<Subnets> {
         let entries = self.store.entries().await;
-        let free = |subnet: &Subnet| {
+        let is_free = |subnet: &Subnet| {
             !entries
                 .iter()
                 .any(|entry| entry.lease.subnets.iter().any(|other| other.overlaps(subnet)))
         };
-        let families = self.store.network().networks.values().map(|network| {
-            (0..network.subnets())
-                .filter_map(|n| network.min.step(n))
-                .filter(free)
-                .collect::<Vec<_>>()
-        });
-        let families: Vec<Vec<Subnet>> = families.collect();
+        let families: Vec<Vec<Subnet>> = self
+            .store
+            .network()
+            .networks
+            .values()
+            .map(|network| {
+                (0..network.subnets()).filter_map(|n| network.min.step(n)).filter(is_free).collect()
+            })
+            .collect();
         let pairs = families.iter().map(Vec::len).min().unwrap_or(0);
         (0..pairs).filter_map(|n| Subnets::new(families.iter().map(|family| family[n]))).collect()
     }
 
     async fn notice_expiries(&self, keys: &mut BTreeSet<(Subnets, Revision)>) {
-        let outage = self.repairs.iter().any(|(_, repair)| matches!(repair, Repair::StoreBack));
-        if outage {
+        let is_outage = self.repairs.iter().any(|(_, repair)| matches!(repair, Repair::StoreBack));
+        if is_outage {
             return;
         }
         let now: BTreeSet<_> =
@@ -376,8 +378,12 @@ impl World {
 
     /// No two nodes own overlapping subnets at a moment of true time.
     fn check_owners(&self) {
-        let sure = self.nodes.iter().filter(|node| !node.is_misled());
-        let owners: Vec<_> = sure.filter_map(|node| node.owns()).collect();
+        let owners: Vec<_> = self
+            .nodes
+            .iter()
+            .filter(|node| !node.is_misled())
+            .filter_map(|node| node.owns())
+            .collect();
         let mut stats = self.store.stats();
         for (place, (subnets, run)) in owners.iter().enumerate() {
             for (other, other_run) in &owners[..place] {
@@ -437,18 +443,25 @@ impl World {
                 }
             }
         }
-        let waits = |node: &Node| node.waits_for_operator.load(Ordering::Relaxed);
-        let without = self.nodes.iter().zip(&owners);
-        let without = without.filter(|(node, owner)| owner.is_none() && !waits(node)).count();
+        let without = self
+            .nodes
+            .iter()
+            .zip(&owners)
+            .filter(|(node, owner)| {
+                owner.is_none() && !node.waits_for_operator.load(Ordering::Relaxed)
+            })
+            .count();
         let free = self.free().await.len();
         if without > 0 && free > 0 {
             return Some(format!("{without} nodes have no subnet, while {free} are free"));
         }
-        let footprint = |entry: &&Entry| {
+        let has_owner = |entry: &Entry| {
             owners.iter().flatten().any(|(subnets, _)| *subnets == entry.lease.subnets)
         };
-        let orphan =
-            listing.entries.iter().find(|entry| entry.holder.is_some() && !footprint(entry));
-        orphan.map(|entry| format!("no node owns {entry:?}, but it stays"))
+        listing
+            .entries
+            .iter()
+            .find(|entry| entry.holder.is_some() && !has_owner(entry))
+            .map(|entry| format!("no node owns {entry:?}, but it stays"))
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
-use flannel_udp::Plane;
+use flannel_udp::Forwarder;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 use nix::sys::socket::{setsockopt, sockopt};
@@ -31,8 +31,9 @@ struct GoNode {
 impl GoNode {
     /// Starts it as node 2, with datagrams that leave from `from`.
     fn start(node: &Netns, from: SocketAddr) -> Self {
-        let (stop, longest) = (Arc::new(EventFd::new().unwrap()), Arc::new(AtomicUsize::new(0)));
-        let (device, inbox, outbox) = node.run(|| {
+        let stop = Arc::new(EventFd::new().unwrap());
+        let longest = Arc::new(AtomicUsize::new(0));
+        let proxy = node.run(|| {
             let device = DeviceBuilder::new().name("flannel0").build_sync().unwrap();
             ip("addr add 10.1.2.0/32 dev flannel0");
             ip(&format!("link set flannel0 mtu {BUFFER} up"));
@@ -41,11 +42,10 @@ impl GoNode {
             let inbox = UdpSocket::bind(at).unwrap();
             let outbox =
                 if from == at { inbox.try_clone() } else { UdpSocket::bind(from) }.unwrap();
-            (device, inbox, outbox)
+            Proxy { device, inbox, outbox, stop: Arc::clone(&stop), longest: Arc::clone(&longest) }
         });
-        let (until, seen) = (Arc::clone(&stop), Arc::clone(&longest));
-        let run = move || forward(&device, &inbox, &outbox, &until, &seen);
-        Self { stop, longest, thread: Some(std::thread::spawn(run)) }
+        let thread = std::thread::spawn(move || proxy.run());
+        Self { stop, longest, thread: Some(thread) }
     }
 }
 
@@ -56,40 +56,43 @@ impl Drop for GoNode {
     }
 }
 
-/// `run_proxy`: one packet of each direction at a time.
-fn forward(
-    device: &SyncDevice,
-    inbox: &UdpSocket,
-    outbox: &UdpSocket,
-    stop: &EventFd,
-    longest: &AtomicUsize,
-) {
-    let mut packet = [0; BUFFER];
-    // The device lives as long as this function.
-    let device_fd = device.as_fd();
-    loop {
-        let fds: [BorrowedFd<'_>; 3] = [stop.as_fd(), device_fd, inbox.as_fd()];
-        let mut ready = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-        poll(&mut ready, PollTimeout::NONE).unwrap();
-        let [ends, from_pod, from_node] = ready.map(|fd| fd.any().unwrap());
-        if ends {
-            return;
-        }
-        if from_pod {
-            let len = device.recv(&mut packet).unwrap();
-            if packet[0] >> 4 == 4 && packet[16..19] == [10, 1, 1] && takes_hop(&mut packet) {
-                outbox.send_to(&packet[..len], ((V4.node)(1), PORT)).unwrap();
+struct Proxy {
+    device: SyncDevice,
+    inbox: UdpSocket,
+    outbox: UdpSocket,
+    stop: Arc<EventFd>,
+    longest: Arc<AtomicUsize>,
+}
+
+impl Proxy {
+    /// `run_proxy`: one packet of each direction at a time.
+    fn run(&self) {
+        let mut packet = [0; BUFFER];
+        loop {
+            let fds: [BorrowedFd<'_>; 3] =
+                [self.stop.as_fd(), self.device.as_fd(), self.inbox.as_fd()];
+            let mut ready = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+            poll(&mut ready, PollTimeout::NONE).unwrap();
+            let [ends, from_pod, from_node] = ready.map(|fd| fd.any().unwrap());
+            if ends {
+                return;
             }
-        }
-        if from_node {
-            let mut whole = [0; 1 << 16];
-            let len = inbox.recv(&mut whole).unwrap();
-            longest.fetch_max(len, Ordering::Relaxed);
-            // The rest is cut.
-            let len = len.min(BUFFER);
-            packet[..len].copy_from_slice(&whole[..len]);
-            if takes_hop(&mut packet) {
-                device.send(&packet[..len]).unwrap();
+            if from_pod {
+                let len = self.device.recv(&mut packet).unwrap();
+                if packet[0] >> 4 == 4 && packet[16..19] == [10, 1, 1] && takes_hop(&mut packet) {
+                    self.outbox.send_to(&packet[..len], ((V4.node)(1), PORT)).unwrap();
+                }
+            }
+            if from_node {
+                let mut whole = [0; 1 << 16];
+                let len = self.inbox.recv(&mut whole).unwrap();
+                self.longest.fetch_max(len, Ordering::Relaxed);
+                // The rest is cut.
+                let len = len.min(BUFFER);
+                packet[..len].copy_from_slice(&whole[..len]);
+                if takes_hop(&mut packet) {
+                    self.device.send(&packet[..len]).unwrap();
+                }
             }
         }
     }
@@ -105,7 +108,7 @@ fn takes_hop(packet: &mut [u8]) -> bool {
 }
 
 /// A data plane on node 1, a node of Go flannel, and a socket of a pod of each.
-fn with_proxy(from: u8, work: impl FnOnce(&[Netns; 2], &Plane, &GoNode, [&UdpSocket; 2])) {
+fn with_proxy(from: u8, work: impl FnOnce(&[Netns; 2], &Forwarder, &GoNode, [&UdpSocket; 2])) {
     let nodes = nodes(&V4);
     for n in [98, 99] {
         nodes[1].run(|| ip(&format!("addr add 192.0.2.{n}/24 dev eth0")));
@@ -221,7 +224,7 @@ fn a_node_behind_nat_is_learned_and_a_stranger_is_not() {
             let stranger = nodes[1].run(|| UdpSocket::bind((V4.node)(98).to_string() + ":0"));
             let stranger = stranger.unwrap();
             let inject = || {
-                let packet = packet([2, 1], b"stranger");
+                let packet = packet(2, 1, b"stranger");
                 stranger.send_to(&packet, ((V4.node)(1), PORT)).unwrap();
             };
             // It asks for a proof first, which the node gives from its own address.
@@ -243,7 +246,7 @@ fn a_node_behind_nat_is_learned_and_a_stranger_is_not() {
                 inject();
                 arrives(theirs, ours, 1, &[n]);
             }
-            arrives(ours, theirs, 2, b"the way back is that of the lease");
+            arrives(ours, theirs, 2, b"the way back is the address of the lease");
             assert_eq!(plane.counts().learned_node - before.learned_node, 50);
             // Another thread may receive from the stranger, and be behind.
             let refused = || plane.counts().foreign_node - before.foreign_node >= 50;

@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use flannel_netlink::testing::{Netns, in_netns, ip};
-use flannel_udp::{Counts, Options, Peer, Plane};
+use flannel_udp::{Counts, Forwarder, Options, Peer};
 use test_support::eventually;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -52,7 +52,8 @@ fn nodes(family: &Family) -> [Netns; 2] {
     nodes[0]
         .run(|| ip(&format!("link add eth0 type veth peer name eth0 netns {}", path.display())));
     for (n, node) in (1..).zip(&nodes) {
-        let (address, prefix) = ((family.node)(n), family.len);
+        let address = (family.node)(n);
+        let prefix = family.len;
         let nodad = if address.is_ipv6() { "nodad" } else { "" };
         node.run(|| {
             ip(&format!("addr add {address}/{prefix} dev eth0 {nodad}"));
@@ -76,16 +77,20 @@ fn options(family: &Family, n: u8) -> Options {
 }
 
 /// A data plane on node `n`, whose peer is node `other`.
-fn plane(node: &Netns, family: &Family, n: u8, other: u8) -> Plane {
-    plane_with(node, family, options(family, n), [n, other])
+fn plane(node: &Netns, family: &Family, n: u8, other: u8) -> Forwarder {
+    plane_with(node, family, options(family, n), n, other)
 }
 
-fn plane_with(node: &Netns, family: &Family, options: Options, [n, other]: [u8; 2]) -> Plane {
-    let (subnet, len) = ((family.pods)(other), family.len);
-    let peer = Peer { subnet, len, address: ((family.node)(other), PORT).into() };
+fn plane_with(node: &Netns, family: &Family, options: Options, n: u8, other: u8) -> Forwarder {
+    let peer = Peer {
+        subnet: (family.pods)(other),
+        len: family.len,
+        address: ((family.node)(other), PORT).into(),
+    };
     node.run(|| {
-        let plane = Plane::start(options, vec![peer]).unwrap();
-        let (own, bits, mtu, network) = ((family.pods)(n), family.bits, family.mtu, family.network);
+        let plane = Forwarder::start(options, vec![peer], fails_test).unwrap();
+        let own = (family.pods)(n);
+        let Family { bits, mtu, network, .. } = family;
         ip(&format!("addr add {own}/{bits} dev flannel0"));
         ip(&format!("link set flannel0 mtu {mtu} up"));
         ip(&format!("route add {network} dev flannel0"));
@@ -93,23 +98,28 @@ fn plane_with(node: &Netns, family: &Family, options: Options, [n, other]: [u8; 
     })
 }
 
+/// Ends the test program. A panic on a thread of the data plane would end only that thread.
+fn fails_test(error: std::io::Error) {
+    eprintln!("the data plane failed: {error}");
+    std::process::abort();
+}
+
 /// Bytes without a short period.
 fn bytes(len: usize) -> Vec<u8> {
     let mut state = 7_u32;
-    let next = |_| {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (state >> 24) as u8
-    };
-    (0..len).map(next).collect()
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 24) as u8
+        })
+        .collect()
 }
 
 fn streams_arrive(family: &Family, one_port: bool) -> [Counts; 2] {
     let nodes = nodes(family);
     let of = |n: u8| Options { one_port, ..options(family, n) };
-    let planes = [
-        plane_with(&nodes[0], family, of(1), [1, 2]),
-        plane_with(&nodes[1], family, of(2), [2, 1]),
-    ];
+    let planes =
+        [plane_with(&nodes[0], family, of(1), 1, 2), plane_with(&nodes[1], family, of(2), 2, 1)];
     let sent = bytes(8 << 20);
     let at: SocketAddr = ((family.pods)(2), 5000).into();
     let listener = nodes[1].run(|| TcpListener::bind(at).unwrap());
@@ -156,8 +166,8 @@ fn streams_arrive_if_datagrams_leave_from_one_port() {
     });
 }
 
-/// An IPv4 packet of UDP from port 5000 of a pod of node `from` to one of node `to`.
-fn packet([from, to]: [u8; 2], payload: &[u8]) -> Vec<u8> {
+/// An IPv4 packet of UDP from port 5000 of a pod of node `from` to a pod of node `to`.
+fn packet(from: u8, to: u8, payload: &[u8]) -> Vec<u8> {
     let mut packet = vec![0x45, 0, 0, 0, 0, 7, 0x40, 0, 64, 17, 0, 0, 10, 1, from, 0, 10, 1, to, 0];
     packet.extend([0x13, 0x88, 0x13, 0x88, 0, 0, 0, 0]);
     packet.extend(payload);
@@ -181,7 +191,7 @@ fn sum(data: &[u8]) -> u16 {
 
 /// A data plane on node 1, a socket of a pod there, and the socket of node 2, which sends and
 /// receives as the proxy of Go flannel.
-fn with_go_node(work: impl FnOnce(&Plane, &UdpSocket, &UdpSocket)) {
+fn with_go_node(work: impl FnOnce(&Forwarder, &UdpSocket, &UdpSocket)) {
     let nodes = nodes(&V4);
     let plane = plane(&nodes[0], &V4, 1, 2);
     let open = |node: &Netns, address: SocketAddr| {
@@ -206,13 +216,14 @@ fn packets_travel_as_those_of_go() {
             assert_eq!(from.ip(), (V4.node)(1));
             assert_eq!((datagram[0], datagram[8], len), (0x45, 63, 33), "{datagram:?}");
             assert_eq!(&datagram[12..20], &[10, 1, 1, 0, 10, 1, 2, 0]);
-            assert_eq!((sum(&datagram[..20]), &datagram[28..]), (0xffff, &b"to go"[..]));
+            assert_eq!(sum(&datagram[..20]), 0xffff);
+            assert_eq!(&datagram[28..], b"to go");
             let pseudo = [&datagram[12..20], &[0, 17], &datagram[24..26], &datagram[20..]].concat();
             assert_eq!(sum(&pseudo), 0xffff, "a kernel without offloads checks it");
             // From Go, from its port, small and as large as its buffer.
             for size in [7, 1444] {
                 let payload = bytes(size);
-                let packet = packet([2, 1], &payload);
+                let packet = packet(2, 1, &payload);
                 node.send_to(&packet, ((V4.node)(1), PORT)).unwrap();
                 let mut received = vec![0; 2000];
                 let len = pod.recv(&mut received).unwrap();
@@ -227,45 +238,63 @@ fn datagrams_of_strangers_do_not_pass() {
     in_netns(|| {
         with_go_node(|plane, pod, node| {
             let at = ((V4.node)(1), PORT);
-            let good = packet([2, 1], b"good");
+            let good = packet(2, 1, b"good");
             // The data plane is up when this has arrived.
             node.send_to(&good, at).unwrap();
             pod.recv(&mut [0; 99]).unwrap();
             let before = plane.counts();
-            let mut sent = [0_u64; 2];
+            let mut sent_foreign = 0_u64;
+            let mut sent_bad = 0_u64;
             let begin = Instant::now();
             let mut random = bytes(1 << 16);
             while begin.elapsed() < Duration::from_secs(2) {
                 for n in 0..64 {
                     // The source of a pod of another node, cut packets, and noise.
-                    let foreign = packet([3, 1], b"foreign");
+                    let foreign = packet(3, 1, b"foreign");
                     node.send_to(&foreign, at).unwrap();
                     node.send_to(&good[..n % good.len()], at).unwrap();
                     let at_random = n * 1000;
                     // Neither version of IP, so that no datagram is right by chance.
                     random[at_random] = 0x75;
                     node.send_to(&random[at_random..at_random + 100 + n], at).unwrap();
-                    sent[0] += 1;
-                    sent[1] += 2;
+                    sent_foreign += 1;
+                    sent_bad += 2;
                 }
             }
             // Behind them.
             let last = || {
-                node.send_to(&packet([2, 1], b"last"), at).unwrap();
+                node.send_to(&packet(2, 1, b"last"), at).unwrap();
                 pod.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
                 pod.recv(&mut [0; 99]).is_ok()
             };
             eventually(PATIENCE, last, || "nothing arrives any more");
             let now = plane.counts();
-            let refused = [
-                now.foreign_source - before.foreign_source,
-                now.bad_datagram - before.bad_datagram,
-            ];
-            assert!(refused[0] > 0 && refused[0] <= sent[0], "{refused:?} of {sent:?}");
-            assert!(refused[1] > 0 && refused[1] <= sent[1], "{refused:?} of {sent:?}");
+            let foreign = now.foreign_source - before.foreign_source;
+            assert!(foreign > 0 && foreign <= sent_foreign, "{foreign} of {sent_foreign}");
+            let bad = now.bad_datagram - before.bad_datagram;
+            assert!(bad > 0 && bad <= sent_bad, "{bad} of {sent_bad}");
             // Only the packets behind the flood.
             assert!(now.received_packets - before.received_packets < 300, "{now:?}");
         });
+    });
+}
+
+/// The program that has the data plane decides what to do, and the others of its parts go on.
+#[test]
+fn a_deleted_device_is_reported_and_the_program_goes_on() {
+    in_netns(|| {
+        let nodes = nodes(&V4);
+        let (sender, failures) = std::sync::mpsc::channel();
+        let report = move |error: std::io::Error| drop(sender.send(error));
+        let start = || Forwarder::start(options(&V4, 1), Vec::new(), report.clone()).unwrap();
+        let plane = nodes[0].run(start);
+        nodes[0].run(|| ip("link delete flannel0"));
+        let error = failures.recv_timeout(PATIENCE).unwrap();
+        assert_eq!(error.raw_os_error(), Some(nix::errno::Errno::EBADFD as i32), "{error}");
+        drop(plane);
+        // Another one makes the device again.
+        let _plane = nodes[0].run(start);
+        assert!(nodes[0].run(|| ip("-br link show flannel0")).contains("flannel0"));
     });
 }
 

@@ -94,7 +94,7 @@ fn no_stranger_gets_a_datagram() {
                 .map(|n| stranger([127, 0, 1, n + 1].into(), Way::Plain).unwrap())
                 .collect();
             for queues in [1, 4] {
-                let plane = Plane::start(on_loopback(queues), Vec::new()).unwrap();
+                let plane = Forwarder::start(on_loopback(queues), Vec::new(), fails_test).unwrap();
                 let mut before = 0;
                 for is_v6 in [false, true] {
                     let at = loopback(is_v6);
@@ -130,12 +130,13 @@ fn a_stranger_who_has_the_port_already_is_named() {
                     let at = loopback(is_v6);
                     let socket = stranger(at, way).unwrap();
                     let of_family = Options { local: vec![at], ..on_loopback(queues) };
-                    let error = Plane::start(of_family.clone(), Vec::new()).unwrap_err();
+                    let start = || Forwarder::start(of_family.clone(), Vec::new(), fails_test);
+                    let error = start().unwrap_err();
                     let me = format!("({}) of the user", std::process::id());
                     let text = error.to_string();
                     assert!(text.contains(&me), "{way:?} {at}: {text}");
                     drop(socket);
-                    Plane::start(of_family, Vec::new()).unwrap();
+                    start().unwrap();
                 }
             }
         }

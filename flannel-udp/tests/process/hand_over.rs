@@ -105,11 +105,12 @@ fn several_processes_take_over_one_after_the_other() {
     in_netns(|| {
         let dir = tempfile::tempdir().unwrap();
         let mut first = running(dir.path());
-        let start = |_: usize| {
+        let mut others = Vec::new();
+        for _ in 0..4 {
             let mut command = Command::new(env!("CARGO_BIN_EXE_flannel-udp"));
-            command.arg(&first.socket).stdin(Stdio::null()).spawn().unwrap()
-        };
-        let mut others: Vec<Child> = (0..4).map(start).collect();
+            let child = command.arg(&first.socket).stdin(Stdio::null()).spawn();
+            others.push(child.unwrap());
+        }
         let running = |others: &mut Vec<Child>| {
             others
                 .iter_mut()
@@ -169,7 +170,8 @@ fn a_process_goes_on_when_descriptors_do_not_arrive() {
 #[test]
 fn a_device_has_one_process() {
     in_netns(|| {
-        let [dir, other] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let dir = tempfile::tempdir().unwrap();
+        let other = tempfile::tempdir().unwrap();
         let first = running(dir.path());
         let second = Process::start(other.path());
         let error = second.client().ask(&Request::Start(options("flannel0"))).unwrap_err();
@@ -249,7 +251,8 @@ fn a_stranger_gets_no_datagram_during_a_hand_over() {
                 }
                 sent
             };
-            let (stealing, sending) = (scope.spawn(steal), scope.spawn(send));
+            let stealing = scope.spawn(steal);
+            let sending = scope.spawn(send);
             for _ in 0..5 {
                 let next = Process::start(dir.path());
                 assert!(process.ended().success());
@@ -280,7 +283,7 @@ fn share(at: IpAddr) -> nix::Result<OwnedFd> {
 /// The variable by which the stranger knows its part, and its test.
 const HOLDS: &str = "FLANNEL_UDP_HOLDS";
 const HOLDING: &str =
-    "hand_over::a_stranger_with_the_name_of_the_claim_does_not_keep_a_data_plane_down";
+    "hand_over::a_stranger_with_the_name_of_the_lock_does_not_keep_a_data_plane_down";
 
 /// Holds the names of sockets of both kinds until the end of its input.
 fn hold_the_name() {
@@ -291,9 +294,9 @@ fn hold_the_name() {
     std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
 }
 
-/// A process without a queue of the device has the name of the claim.
+/// A process without a queue of the device has the name of the lock.
 #[test]
-fn a_stranger_with_the_name_of_the_claim_does_not_keep_a_data_plane_down() {
+fn a_stranger_with_the_name_of_the_lock_does_not_keep_a_data_plane_down() {
     if std::env::var_os(HOLDS).is_some() {
         return hold_the_name();
     }

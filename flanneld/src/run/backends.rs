@@ -1,6 +1,6 @@
 //! The backends that this node runs: one, or several while the cluster moves to another.
 
-mod in_use;
+mod active;
 mod set_up;
 #[cfg(test)]
 mod tests;
@@ -19,7 +19,7 @@ use flannel_route::moving::{BackendUse, NodeBackends};
 use super::trial::Held;
 use crate::blocking::BlockingQueue;
 use crate::config::DaemonConfig;
-pub(crate) use in_use::{BackendInUse, BackendsInUse, Devices, PreparedBackends};
+pub(crate) use active::{ActiveBackend, ActiveBackends, Devices, PreparedBackends};
 pub(crate) use set_up::SetUp;
 
 /// The record of the backends of this node, over all its networks, in memory and in a file.

@@ -61,8 +61,6 @@ const RULES: Duration = Duration::from_secs(5);
 pub(super) enum Ended {
     /// The network must be rebuilt for this reason. It works until the next one is built.
     Rebuild(String),
-    /// The network has stopped, and must be rebuilt for this reason.
-    Stopped(String),
     /// The daemon cannot go on.
     Failed(Error),
 }
@@ -143,7 +141,7 @@ mod tests {
         let mut services = Controllers::default();
         services.add(async {
             sleep(Duration::from_secs(3)).await;
-            Ended::Stopped("last".to_owned())
+            Ended::Rebuild("last".to_owned())
         });
         let ended = tokio::select! {
             ended = services.first_end() => ended,
@@ -154,7 +152,7 @@ mod tests {
         drop(triggers);
         assert!(*is_dropped.lock().unwrap());
         let ended = services.first_end().await;
-        assert!(matches!(ended, Ended::Stopped(reason) if reason == "last"));
+        assert!(matches!(ended, Ended::Rebuild(reason) if reason == "last"));
     }
 
     /// Each poll begins with another controller.
@@ -171,7 +169,7 @@ mod tests {
                 let polls = polls.lock().unwrap();
                 polls.set(polls.get() + 1);
                 if polls.get() == 9 {
-                    return Poll::Ready(Ended::Stopped(String::new()));
+                    return Poll::Ready(Ended::Rebuild(String::new()));
                 }
                 context.waker().wake_by_ref();
                 Poll::Pending

@@ -8,15 +8,14 @@ use flannel_core::kernel::Footprint;
 use flannel_core::lease::{Origin, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
-use flannel_core::{Config, Lease, SubnetManager};
+use flannel_core::{Config, Lease, Network, SubnetManager};
 use flannel_doctor::path_probe::server::ServerConfig;
 use flannel_doctor::paths::{Paths, ProbeSettings};
-use flannel_route::HostNetwork;
 use flannel_route::admission::Handshakes;
 use flannel_route::moving::Tunnels;
 use tokio::sync::watch;
 
-use super::backends::{BackendInUse, BackendRecord, BackendsInUse};
+use super::backends::{ActiveBackend, ActiveBackends, BackendRecord};
 use super::config_validator::ConfigValidator;
 use super::controllers::absent_backends::AbsentBackendController;
 use super::controllers::config::ConfigController;
@@ -72,7 +71,7 @@ pub(super) struct RunningNetwork<'a> {
     pub(super) before: Before,
     pub(super) handle: NetworkHandle,
     pub(super) views: watch::Receiver<View>,
-    pub(super) backends: BackendsInUse,
+    pub(super) backends: ActiveBackends,
     pub(super) record: Arc<BackendRecord>,
     pub(super) uplink: Chosen,
     pub(super) validator: ConfigValidator,
@@ -86,7 +85,7 @@ pub(super) struct RunningNetwork<'a> {
 
 /// The parts of a network that one service each takes.
 struct Parts {
-    routes: HostNetwork,
+    routes: Box<dyn Network>,
     handshakes: watch::Sender<Handshakes>,
     /// The devices on which handshakes decide how peers are reached.
     tunnel_devices: BTreeSet<LinkName>,
@@ -108,26 +107,15 @@ struct Assembled<'a> {
     shown: RunningGuard<'a>,
 }
 
-/// The end of a network.
-enum End {
-    /// The next network is built, and this one has run until now.
-    Replaced(Box<Ready>),
-    /// It has stopped, and must be rebuilt for this reason.
-    Stopped(String),
-}
-
 /// Runs a network until the next one is built, because a value that it was built from has changed.
 /// Returns the next one.
 ///
 /// # Errors
 /// The network stops, or the lease is lost.
 pub(super) async fn run(daemon: DaemonContext<'_>, ready: Ready) -> Result<Ready, Error> {
-    let held = (!ready.lapsed).then(|| ready.network.handle().lease);
+    let held = (!ready.lapsed).then(|| ready.joined.network.handle().lease);
     // A large future, of which each caller would have a copy on its stack.
-    match Box::pin(run_until_next(daemon, ready, held.as_ref())).await? {
-        End::Replaced(ready) => Ok(*ready),
-        End::Stopped(reason) => daemon.rebuild(reason, held.as_ref()).await,
-    }
+    Box::pin(run_until_next(daemon, ready, held.as_ref())).await
 }
 
 /// Runs the controllers until the next network is built or this one stops.
@@ -135,7 +123,7 @@ async fn run_until_next(
     daemon: DaemonContext<'_>,
     ready: Ready,
     held: Option<&Lease>,
-) -> Result<End, Error> {
+) -> Result<Ready, Error> {
     warn_if_stale(daemon.subnets, &ready.views.borrow());
     let Assembled { network, parts, refused, shown: _shown } = daemon.assemble(ready)?;
     // Before objects are put for its pod networks.
@@ -150,7 +138,6 @@ async fn run_until_next(
     };
     let reason = match ended {
         Ended::Rebuild(reason) => reason,
-        Ended::Stopped(reason) => return Ok(End::Stopped(reason)),
         Ended::Failed(error) => return Err(error),
     };
     drop(triggers);
@@ -158,10 +145,10 @@ async fn run_until_next(
     // The next network may take long, because of a store that does not answer.
     tokio::select! {
         ended = services.first_end() => match ended {
-            Ended::Rebuild(reason) | Ended::Stopped(reason) => Ok(End::Stopped(reason)),
+            Ended::Rebuild(reason) => daemon.rebuild(reason, held).await,
             Ended::Failed(error) => Err(error),
         },
-        ready = daemon.rebuild(reason, held) => ready.map(|ready| End::Replaced(Box::new(ready))),
+        ready = daemon.rebuild(reason, held) => ready,
         error = subnet_file.restore() => Err(error),
     }
 }
@@ -184,7 +171,7 @@ impl<'a> DaemonContext<'a> {
         let probes = running.probes(&settings.control);
         let probe_server = running.probe_server(settings.control.doctor_port);
         let shown = observer.running(running);
-        let needs_handshakes = ready.network.needs_handshakes();
+        let needs_handshakes = ready.joined.needs_handshakes;
         let tunnel_devices =
             if needs_handshakes { ready.backends.handshakes_on(settings) } else { BTreeSet::new() };
         // Nothing is known before the first read.
@@ -201,8 +188,8 @@ impl<'a> DaemonContext<'a> {
             lapsed: ready.lapsed,
             first: ready.first,
             before: ready.before,
-            withholds_offers: ready.network.withholds_offers(),
-            handle: ready.network.handle(),
+            withholds_offers: ready.joined.withholds_offers,
+            handle: ready.joined.network.handle(),
             views: ready.views,
             datapath: ready.backends.datapath(settings),
             footprint: ready.backends.footprint(Some(ready.uplink.iface.name))?,
@@ -215,7 +202,7 @@ impl<'a> DaemonContext<'a> {
             tunnels: tunnels_seen,
         };
         let parts = Parts {
-            routes: ready.network,
+            routes: ready.joined.network,
             handshakes: ready.handshakes,
             tunnel_devices,
             tunnels,
@@ -333,7 +320,7 @@ impl RunningNetwork<'_> {
             backends: &self.backends,
             own: self.handle.lease.subnets,
             views: self.views.clone(),
-            prepare: async move |backend: &BackendInUse| prepare(&host, backend).await,
+            prepare: async move |backend: &ActiveBackend| prepare(&host, backend).await,
         };
         triggers.add(absent.run());
         triggers.add(ProofController { network: self }.run());

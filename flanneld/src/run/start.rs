@@ -17,14 +17,14 @@ use flannel_doctor::paths::Paths;
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
 use flannel_route::admission::Handshakes;
-use flannel_route::{Host, JoinOptions};
+use flannel_route::{EngineOptions, Host, JoinOptions};
 use tokio::sync::{OnceCell, watch};
 use tokio::time::sleep;
 
 use self::choice::Choice;
 pub(super) use self::choice::{Before, Purpose};
 pub(super) use self::ready::Ready;
-use super::backends::{BackendInUse, BackendRecord, BackendsInUse};
+use super::backends::{ActiveBackend, ActiveBackends, BackendRecord};
 use super::config_validator::ConfigValidator;
 use super::proven::Proven;
 use super::refusals::{Refusals, Refused};
@@ -120,7 +120,7 @@ impl<'a> Starter<'a> {
         self.last = Some(LastNetwork {
             config: ready.config.clone(),
             iface: ready.uplink.iface.clone(),
-            own: ready.network.handle().lease.subnets,
+            own: ready.joined.network.handle().lease.subnets,
         });
         self.refusals.set(ready.refused.clone());
     }
@@ -182,9 +182,8 @@ impl<'a> Starter<'a> {
         let lapsed = hints.lapsed.is_some();
         let JoinPlan { options, paths, handshakes } = self.join_plan(&config, &backends, hints)?;
         let host = self.host(&uplink.iface);
-        let joined = host.join_prepared(prepared.members(), &backends.offers(), options).await;
-        let network = match joined {
-            Ok(network) => network,
+        let joined = match host.join_prepared(prepared.to_join(), options).await {
+            Ok(joined) => joined,
             Err(error) if refused.is_none() && self.goes_back(&config, &error) => {
                 self.refusals.set(Some(Refused { config, reason: error.to_string() }));
                 self.record.drop_unoffered(&*backends.target);
@@ -206,7 +205,7 @@ impl<'a> Starter<'a> {
             before,
             backends,
             record: Arc::clone(&self.record),
-            network,
+            joined,
             handshakes,
             paths,
             validator: validator.using(&uplink.iface, views.clone()),
@@ -247,7 +246,7 @@ impl<'a> Starter<'a> {
     fn join_plan(
         &self,
         config: &Config,
-        backends: &BackendsInUse,
+        backends: &ActiveBackends,
         hints: Hints,
     ) -> Result<JoinPlan, Error> {
         let settings = self.settings;
@@ -262,14 +261,16 @@ impl<'a> Starter<'a> {
         let (handshakes, done) = watch::channel(Handshakes::default());
         // After a start, another key must be in the kernel before peers use it.
         let withholds = self.last.is_none() && !lapsed && backends.encrypts(settings);
-        let options = JoinOptions {
-            published: hints.last_published.filter(|_| withholds),
-            lapsed: hints.lapsed,
-            drop_unused_addresses: settings.ip_blackhole_route,
-            resync: Some(settings.kernel_resync),
-            path_mtus: paths.as_ref().filter(|_| uses_mtus).map(Paths::mtus),
-            handshakes: Some(done),
-        };
+        let engine = EngineOptions::default()
+            .with_drop_unused_addresses(settings.ip_blackhole_route)
+            .with_resync(settings.kernel_resync)
+            .with_path_mtus(paths.as_ref().filter(|_| uses_mtus).map(Paths::mtus))
+            .with_handshakes(done)
+            .with_process_names(self.kernel.clone());
+        let options = JoinOptions::default()
+            .with_published(hints.last_published.filter(|_| withholds))
+            .with_lapsed(hints.lapsed)
+            .with_engine(engine);
         Ok(JoinPlan { options, paths, handshakes })
     }
 
@@ -298,7 +299,6 @@ impl<'a> Starter<'a> {
             .with_machine_id(self.machine_id.clone())
             .with_secrets(Arc::new(secrets(self.settings)))
             .with_state_dir(&self.settings.state_dir)
-            .with_process_names(self.kernel.clone())
     }
 }
 
@@ -327,7 +327,7 @@ fn log_choice(config: &Config, backend: &dyn Backend, uplink: &Chosen) {
 ///
 /// # Errors
 /// The errors of [`Host::prepare`].
-pub(super) async fn prepare(host: &Host, backend: &BackendInUse) -> Result<Prepared, Error> {
+pub(super) async fn prepare(host: &Host, backend: &ActiveBackend) -> Result<Prepared, Error> {
     Ok(host.prepare(&*backend.backend, &backend.config).await?)
 }
 

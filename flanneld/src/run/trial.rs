@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::sync::Arc;
 
-use flannel_core::backend::{Built, Inlet, NodeLease, Prepared};
+use flannel_core::backend::{Build, Inlet, NodeLease, Prepared};
 use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, State};
@@ -68,9 +68,9 @@ pub(super) async fn check(
     queue: &BlockingQueue,
 ) -> Result<(), Error> {
     let Candidate { config, prepared, inlets } = candidate;
-    let links = match (prepared.build)(&lease_of(config)?)? {
-        Built::Kernel(blueprint) => devices(&blueprint.base),
-        Built::Custom(_) => return Ok(()),
+    let links = match prepared.build {
+        Build::Blueprint(build) => devices(&build(&lease_of(config)?)?.base),
+        Build::Network(_) => return Ok(()),
     };
     let is_v6 = config.networks.v6.is_some();
     let kernel = Arc::clone(kernel);

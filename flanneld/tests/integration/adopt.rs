@@ -117,7 +117,7 @@ impl Run {
         let host =
             Host::new(iface, kernel.clone(), Arc::new(subnets.clone())).with_machine_id("test");
         let config = subnets.network_config().await.unwrap();
-        let network = host.join(backend, &config, JoinOptions::default()).await.unwrap();
+        let network = host.join(backend, &config, JoinOptions::default()).await.unwrap().network;
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
         if cached {

@@ -61,7 +61,7 @@ async fn start(backend: &'static dyn Backend) -> Witness {
     )
     .with_machine_id("test");
     let config = subnets.network_config().await.unwrap();
-    let network = host.join(backend, &config, JoinOptions::default()).await.unwrap();
+    let network = host.join(backend, &config, JoinOptions::default()).await.unwrap().network;
     let mut status = network.handle().status;
     let views = subnets.watch_leases().await.unwrap();
     tokio::spawn(async move {

@@ -243,7 +243,8 @@ impl Setup {
         let network = host
             .join(self.backend, &subnets.network_config().await.unwrap(), JoinOptions::default())
             .await
-            .unwrap();
+            .unwrap()
+            .network;
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
         tokio::spawn(async move {

@@ -36,7 +36,9 @@ pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
         "delegate": { "type": "nothing" },
     });
     let conf = conf.to_string();
-    let (mut start, mut add, mut floor) = (Vec::new(), Vec::new(), Vec::new());
+    let mut start = Vec::new();
+    let mut add = Vec::new();
+    let mut floor = Vec::new();
     for n in 0..calls {
         let call = |program: &Path, command| call(program, command, n, dir.path(), &conf);
         start.push(call(plugin, "VERSION")?);

@@ -44,7 +44,8 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
             runs.measure(&mut wrong)?;
         }
     }
-    let (ours, floors) = (&all.ours, all.floors());
+    let ours = &all.ours;
+    let floors = all.floors();
     let seconds = median(ours.iter().copied());
     // IPv6 routes are plain ones anyway, and linear.
     let has_v4 = families.iter().any(|family| family == Family::V4);
@@ -100,7 +101,9 @@ impl Runs {
 
     /// Runs one round: each kind of floor, and the engine.
     fn measure(&mut self, wrong: &mut Vec<String>) -> anyhow::Result<()> {
-        let (peers, families, places) = (self.peers, self.families, WAYS.len() + 1);
+        let peers = self.peers;
+        let families = self.families;
+        let places = WAYS.len() + 1;
         let mut floors = Took::default();
         for place in 0..places {
             let before = Fixture::new()?;

@@ -132,7 +132,8 @@ pub(crate) fn run(families: Families) -> anyhow::Result<Report> {
     let store = Store::Etcd(Etcd::new(&lab)?);
     let layout = Layout { backend: Backend::Vxlan, hosts: HOSTS };
     let mut site = Site::run(lab, store, layout, &interrupter)?;
-    let (mut kinds, mut wrong) = (BTreeMap::new(), Vec::new());
+    let mut kinds = BTreeMap::new();
+    let mut wrong = Vec::new();
     let healthy = asks(&site, |found| found.is_empty())?;
     kinds.insert("healthy".to_owned(), Latency::of(&[1000.0 * healthy]));
     for (name, fault) in FAULTS {

@@ -134,7 +134,9 @@ fn routes(daemon: &Daemon, count: u32) -> Vec<String> {
     let theirs: BTreeSet<String> =
         peers(count).map(|peer| peer.subnet(Family::V4).to_string()).collect();
     let shown = daemon.netns().run(|| ip("-4 route show dev flannel.1"));
-    let is_theirs =
-        |line: &&str| line.split_whitespace().next().is_some_and(|dst| theirs.contains(dst));
-    shown.lines().filter(is_theirs).map(str::to_owned).collect()
+    shown
+        .lines()
+        .filter(|line| line.split_whitespace().next().is_some_and(|dst| theirs.contains(dst)))
+        .map(str::to_owned)
+        .collect()
 }

@@ -130,7 +130,8 @@ pub(crate) async fn follow(
 
 /// One changed node among many: from the write in the API server to the set of leases.
 pub(crate) fn event(nodes: u32, events: u32) -> anyhow::Result<Report> {
-    let (server, dir) = (ApiServer::new(), tempfile::tempdir()?);
+    let server = ApiServer::new();
+    let dir = tempfile::tempdir()?;
     fill(&server, nodes);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let figures = runtime.block_on(async {
@@ -147,14 +148,11 @@ pub(crate) fn event(nodes: u32, events: u32) -> anyhow::Result<Report> {
             let begin = Instant::now();
             server.put_node(&name, node);
             let subnets = flannel_core::Subnets::new([peer.subnet(FAMILY)]).context("a subnet")?;
-            let there = |view: &View| {
-                view.leases
-                    .get(&subnets)
-                    .is_some_and(|lease| lease.attrs.preferred.public.v4 == public)
-            };
-            tokio::time::timeout(PATIENCE, views.wait_for(there))
-                .await
-                .context("an event was lost")??;
+            let seen = views.wait_for(|view: &View| {
+                let lease = view.leases.get(&subnets);
+                lease.is_some_and(|lease| lease.attrs.preferred.public.v4 == public)
+            });
+            tokio::time::timeout(PATIENCE, seen).await.context("an event was lost")??;
             if n >= 50 {
                 figures.push(begin.elapsed().as_secs_f64() * 1e3);
             }
@@ -179,7 +177,8 @@ pub(crate) fn memory(nodes: u32, flanneld: Option<PathBuf>) -> anyhow::Result<Re
     let (mut daemon, server) = Daemon::start_on_kube(&program, nodes)?;
     let seconds = start.elapsed().as_secs_f64();
     daemon.rest(REST)?;
-    let (rss, peak) = (daemon.kib("VmRSS")?, daemon.kib("VmHWM")?);
+    let rss = daemon.kib("VmRSS")?;
+    let peak = daemon.kib("VmHWM")?;
     let mut report = Report {
         nodes: Some(nodes),
         seconds: Some(seconds),

@@ -104,7 +104,8 @@ async fn skip(
             let Ok(bytes) = frame?.into_data() else { continue };
             let mut rest = &bytes[..];
             while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
-                let (line, behind) = (&rest[..end], &rest[end + 1..]);
+                let line = &rest[..end];
+                let behind = &rest[end + 1..];
                 rest = behind;
                 // A complete line is decoded in place, as a daemon does.
                 let line = if held.is_empty() {
@@ -141,7 +142,8 @@ async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result
     let (manager, views) = follow(&server.url(), dir.path(), nodes).await?;
     let begin = manager.store_status().confirmed.context("nothing confirmed")?.0.0;
     drop((manager, views));
-    let (url, here) = (server.url(), dir.path().to_owned());
+    let url = server.url();
+    let here = dir.path().to_owned();
     let floor = Worker::start(move |version, stop| skip(url, begin, version, stop))?;
     floor.reaches(begin).await?;
     let ours = follower(server.url(), here, nodes)?;
@@ -159,7 +161,8 @@ async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result
         version += u64::from(count);
         ours.reaches(version).await?;
         floor.reaches(version).await?;
-        let (a, b) = (ours.processor_time()? - before.0, floor.processor_time()? - before.1);
+        let a = ours.processor_time()? - before.0;
+        let b = floor.processor_time()? - before.1;
         own.push(a);
         skipped.push(b);
         ratios.push(a / b);

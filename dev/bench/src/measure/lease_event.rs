@@ -36,7 +36,8 @@ async fn measure(events: u32) -> anyhow::Result<Report> {
     let mut plain = etcd.client().await?.watch(format!("{PREFIX}/subnets/"), Some(options)).await?;
     plain.message().await?.context("no watch")?;
     let mut writer = etcd.client().await?;
-    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    let mut ours = Vec::new();
+    let mut theirs = Vec::new();
     // The first ones warm up.
     for n in 0..events + 50 {
         let text = format!("10.{}.{}.0-24", n >> 8 & 255, n & 255);
@@ -68,7 +69,9 @@ async fn measure(events: u32) -> anyhow::Result<Report> {
             theirs.push(watch.as_secs_f64() * 1e3);
         }
     }
-    let (p50, p99, floor) = (percentile(&ours, 50), percentile(&ours, 99), percentile(&theirs, 50));
+    let p50 = percentile(&ours, 50);
+    let p99 = percentile(&ours, 99);
+    let floor = percentile(&theirs, 50);
     let mut report = Report {
         events: Some(events),
         p50_ms: Some(p50),

@@ -57,7 +57,8 @@ async fn storm(nodes: u32, room: Room) -> anyhow::Result<Report> {
     let mut tasks = tokio::task::JoinSet::new();
     let begin = Instant::now();
     for n in 0..nodes {
-        let (registry, barrier) = (Arc::new(etcd.registry()?), Arc::clone(&barrier));
+        let registry = Arc::new(etcd.registry()?);
+        let barrier = Arc::clone(&barrier);
         tasks.spawn(async move {
             let identity = Identity {
                 holder: HolderId::random(),

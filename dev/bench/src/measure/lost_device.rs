@@ -19,7 +19,8 @@ const RATIO: f64 = 2.0;
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     let mut wrong = Vec::new();
-    let (mut ours, mut floors) = (Vec::new(), Vec::<Took>::new());
+    let mut ours = Vec::new();
+    let mut floors = Vec::<Took>::new();
     for _ in 0..ROUNDS {
         let mut took = Took::default();
         for (took, way) in took.iter_mut().zip(WAYS) {

@@ -13,7 +13,7 @@ use crate::parts::witness::compare;
 const P99_MS: f64 = 2.0;
 /// The number of peers that are not measured.
 const WARM_UP: u32 = 50;
-/// The number of /24 subnets in 10.0.0.0/8, without the unused one and that of this host.
+/// The number of /24 subnets in 10.0.0.0/8, without the unused subnet and the subnet of this host.
 const MOST: u32 = (1 << 16) - 2;
 
 pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Result<Report> {
@@ -72,9 +72,11 @@ pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Resul
 
 /// The objects whose events are awaited. A route follows its nexthop object.
 fn last_objects(peer: Peer, families: Families) -> HashSet<(u8, Vec<u8>)> {
-    let of = |family| {
-        let base = octets(peer.subnet(family).base());
-        [(0, base.clone()), (1, peer.mac(family).0.to_vec()), (2, base)]
-    };
-    families.iter().flat_map(of).collect()
+    families
+        .iter()
+        .flat_map(|family| {
+            let base = octets(peer.subnet(family).base());
+            [(0, base.clone()), (1, peer.mac(family).0.to_vec()), (2, base)]
+        })
+        .collect()
 }

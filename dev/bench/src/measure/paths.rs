@@ -80,7 +80,7 @@ fn nft(args: &str) {
     run_program("nft", args);
 }
 
-/// Makes one host that has the addresses of all peers, public ones and those of their tunnels.
+/// Makes one host that has the addresses of all peers: public ones, and addresses of their tunnels.
 fn answer_for_all(daemon: &Daemon, far: &Netns) -> anyhow::Result<()> {
     let lease = status(daemon)?.network.context("no network runs")?.lease;
     let own = lease.subnets.first().context("a lease without subnets")?.clone();

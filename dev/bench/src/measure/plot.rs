@@ -144,7 +144,8 @@ fn svg(rows: &[Value], family: &str) -> anyhow::Result<String> {
         last_label = (y.place(*seconds) + 4.0).max(last_label + 34.0);
         writeln!(svg, r#"<g class="{class}"><polyline points="{}"/>"#, places.join(" "))?;
         for (n, s) in &points {
-            let (cx, cy) = (x.place(*n), y.place(*s));
+            let cx = x.place(*n);
+            let cy = y.place(*s);
             let peers = thousands(*n);
             write!(svg, r#"<circle cx="{cx:.1}" cy="{cy:.1}" r="3.5">"#)?;
             writeln!(svg, "<title>{peers} peers: {s:.3} s</title></circle>")?;

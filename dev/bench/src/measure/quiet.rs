@@ -55,7 +55,9 @@ pub(crate) fn run(hosts: usize, minutes: u64, families: Families) -> anyhow::Res
     let logs = || -> Result<Vec<usize>, _> {
         site.lab.hosts().iter().map(|host| host.log().map(|log| log.len())).collect()
     };
-    let (before, spent, since) = (logs()?, spent(&site)?, Instant::now());
+    let before = logs()?;
+    let spent = spent(&site)?;
+    let since = Instant::now();
     let mut growth = Growth::new(Duration::ZERO);
     while since.elapsed() < duration {
         site.sample(&mut growth);
@@ -96,19 +98,28 @@ fn spent(site: &Site) -> anyhow::Result<Duration> {
 
 /// The lines that the daemons logged since then, without times, each with the number of hosts.
 fn logged(site: &Site, before: &[usize]) -> anyhow::Result<Vec<String>> {
-    let mut lines: BTreeMap<String, (usize, String)> = BTreeMap::new();
+    /// Lines with one constant text.
+    struct Line {
+        count: usize,
+        example: String,
+    }
+    let mut lines: BTreeMap<String, Line> = BTreeMap::new();
     for (host, before) in site.lab.hosts().iter().zip(before) {
         let log = host.log()?;
         for line in log.get(*before..).unwrap_or_default().lines() {
             let text = line.split_once(' ').map_or(line, |(_time, text)| text);
             // Values are fields, behind the text.
             let constant = text.split_once('=').map_or(text, |(constant, _)| constant);
-            let fresh = || (0, format!("{}: {text}", host.name()));
-            lines.entry(constant.to_owned()).or_insert_with(fresh).0 += 1;
+            let line = lines
+                .entry(constant.to_owned())
+                .or_insert_with(|| Line { count: 0, example: format!("{}: {text}", host.name()) });
+            line.count += 1;
         }
     }
-    let line = |(count, example): (usize, String)| format!("logged {count} times, as {example}");
-    Ok(lines.into_values().map(line).collect())
+    Ok(lines
+        .into_values()
+        .map(|Line { count, example }| format!("logged {count} times, as {example}"))
+        .collect())
 }
 
 /// What the daemons report, and what the doctor finds on each host.
@@ -122,11 +133,13 @@ fn found(site: &Site, interrupter: &Interrupter) -> anyhow::Result<Vec<String>> 
         let paths = status.network.and_then(|network| network.paths).unwrap_or_default();
         let ok = paths.states.get(&PathState::Ok).copied().unwrap_or_default();
         if ok != expected {
-            let (host, states) = (host.name(), paths.states);
+            let host = host.name();
+            let states = paths.states;
             wrong.push(format!("{host}: of {expected} paths work {ok}: {states:?}"));
         }
     }
-    let (queue, found) = (Mutex::new(site.lab.hosts().iter()), Mutex::new(wrong));
+    let queue = Mutex::new(site.lab.hosts().iter());
+    let found = Mutex::new(wrong);
     std::thread::scope(|scope| {
         let doctor = || -> anyhow::Result<()> {
             loop {

@@ -31,7 +31,8 @@ pub(crate) fn run(
     flanneld: Option<PathBuf>,
 ) -> anyhow::Result<Report> {
     let program = program(flanneld)?;
-    let (mut seconds, mut wrong) = (Vec::new(), Vec::new());
+    let mut seconds = Vec::new();
+    let mut wrong = Vec::new();
     for _ in 0..RUNS {
         seconds.push(once(&program, peers, families, &mut wrong)?.as_secs_f64());
     }
@@ -63,7 +64,8 @@ fn once(
     families: Families,
     wrong: &mut Vec<String>,
 ) -> anyhow::Result<Duration> {
-    let (fixture, dir) = (Fixture::new()?, tempfile::tempdir()?);
+    let fixture = Fixture::new()?;
+    let dir = tempfile::tempdir()?;
     let took = fixture.netns.run(|| -> anyhow::Result<Duration> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let etcd = runtime.block_on(filled(peers, families))?;

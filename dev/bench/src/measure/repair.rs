@@ -94,7 +94,8 @@ fn damage(
             let number = dice.below(peers);
             // Another peer, if there is one.
             let other = (number + 1 + dice.below(peers.max(2) - 1)) % peers;
-            let (peer, other) = (Peer(2 + number), Peer(2 + other));
+            let peer = Peer(2 + number);
+            let other = Peer(2 + other);
             let victim = tables.victim(peer, other, *family)?;
             let message = damage.message(&victim)?;
             // The kernel may report a correct object before the repair.

@@ -115,12 +115,14 @@ impl Resync {
         engine: &Engine,
     ) -> anyhow::Result<()> {
         for (n, family) in families.iter().enumerate() {
-            let (base, dev) = (Peer(2).subnet(family).base(), device(family));
+            let base = Peer(2).subnet(family).base();
+            let dev = device(family);
             fixture.netns.run(|| ip(&format!("neigh del {base} dev {dev}")));
             self.prompter.report_loss();
             self.runtime.block_on(self.prompter.begun()).context("the engine is gone")?;
             self.answer()?;
-            let (repaired, planted) = (engine.repaired(), n as u64 + 1);
+            let repaired = engine.repaired();
+            let planted = n as u64 + 1;
             ensure!(
                 repaired == planted,
                 "{repaired} objects were repaired, {planted} were damaged"

@@ -21,7 +21,7 @@ use crate::parts::site::Site;
 const GAP: Duration = Duration::from_millis(10);
 /// The time in which a cluster must be as before, after the end of a fault.
 const REPAIR: Duration = Duration::from_secs(15);
-/// The same after an outage of the store.
+/// The longest time for a repair after an outage of the store.
 const RECONNECT: Duration = Duration::from_secs(30);
 /// The time after which a cluster that does not recover ends the soak.
 const GIVE_UP: Duration = Duration::from_secs(90);
@@ -90,13 +90,16 @@ pub(crate) fn run(hosts: usize, minutes: u64, seed: Option<u64>) -> anyhow::Resu
         sites.iter().map(|site| Traffic::start_every(GAP, &site.lab)).collect();
     let begin = Instant::now();
     let mut growth = Growth::new((duration / 6).min(Duration::from_secs(120)));
-    let (mut spells, mut wrong, mut kinds) = (Vec::new(), Vec::new(), BTreeMap::new());
+    let mut spells = Vec::new();
+    let mut wrong = Vec::new();
+    let mut kinds = BTreeMap::new();
     for step in Schedule::new(seed, layouts.to_vec()) {
         if begin.elapsed() >= duration {
             break;
         }
         let site = &mut sites[step.cluster];
-        let (planted, at) = (Instant::now(), begin.elapsed().as_secs_f64());
+        let planted = Instant::now();
+        let at = begin.elapsed().as_secs_f64();
         eprint!("{at:>7.1} s  {:<8} {step}, for {:.1} s: ", site.name(), step.hold.as_secs_f64());
         let outcome = suffer(site, step, &interrupter);
         let Step { cluster, .. } = step;
@@ -126,7 +129,8 @@ pub(crate) fn run(hosts: usize, minutes: u64, seed: Option<u64>) -> anyhow::Resu
     }
     interrupter.check()?;
     let seconds = begin.elapsed().as_secs_f64();
-    let (mut packets, mut lost) = (0, 0);
+    let mut packets = 0;
+    let mut lost = 0;
     for (cluster, (site, traffic)) in sites.iter().zip(traffic).enumerate() {
         let (sent, missing) = traffic.end();
         packets += sent;
@@ -212,7 +216,8 @@ fn unexcused(
         let seconds = |at: Option<&Instant>| {
             at.map_or(0.0, |at| at.saturating_duration_since(since).as_secs_f64())
         };
-        let (first, last) = (seconds(times.iter().min()), seconds(times.iter().max()));
+        let first = seconds(times.iter().min());
+        let last = seconds(times.iter().max());
         let fault = match before.map(|n| &spells[n]) {
             None => "before the first fault".to_owned(),
             Some(spell) => {

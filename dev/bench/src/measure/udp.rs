@@ -52,7 +52,7 @@ impl Pair {
         Self::start_with(Lab::builder(), backend, &[], interrupter, |_| Ok(()))
     }
 
-    /// The same with further options, and leases that `prepare` writes into the registry.
+    /// Makes a pair with further options, and with leases that `prepare` writes into the registry.
     fn start_with(
         lab: Builder,
         backend: impl Into<Value>,
@@ -82,7 +82,8 @@ impl Pair {
     fn streams(&self, count: usize, time: Duration) -> anyhow::Result<f64> {
         let ([from, to], at) = self.ends()?;
         let listener = to.run(|| TcpListener::bind(at))??;
-        let (received, ends) = (AtomicU64::new(0), AtomicBool::new(false));
+        let received = AtomicU64::new(0);
+        let ends = AtomicBool::new(false);
         std::thread::scope(|scope| {
             for _ in 0..count {
                 let stream = from.run(|| TcpStream::connect_timeout(&at, PATIENCE))??;
@@ -91,7 +92,8 @@ impl Pair {
                 scope.spawn(|| receive(incoming, &received));
             }
             pause(WARM_UP);
-            let (begin, before) = (Instant::now(), received.load(Ordering::Relaxed));
+            let begin = Instant::now();
+            let before = received.load(Ordering::Relaxed);
             pause(time);
             let bytes = received.load(Ordering::Relaxed) - before;
             let rate = bytes as f64 * 8.0 / begin.elapsed().as_secs_f64() / 1e9;
@@ -116,7 +118,8 @@ impl Pair {
                 }
             });
             pause(WARM_UP);
-            let (begin, mut count) = (Instant::now(), 0_u64);
+            let begin = Instant::now();
+            let mut count = 0_u64;
             while begin.elapsed() < time {
                 count += u64::from(inbox.recv(&mut [0; SMALL]).is_ok());
             }
@@ -185,7 +188,9 @@ impl Pairs {
         rounds: usize,
         measure: impl Fn(&Pair) -> anyhow::Result<f64>,
     ) -> anyhow::Result<Row> {
-        let (mut udp, mut vxlan, mut go) = (Vec::new(), Vec::new(), Vec::new());
+        let mut udp = Vec::new();
+        let mut vxlan = Vec::new();
+        let mut go = Vec::new();
         for _ in 0..rounds {
             udp.push(measure(&self.udp)?);
             vxlan.push(measure(&self.vxlan)?);
@@ -242,7 +247,8 @@ impl Pairs {
 /// Measures throughput for `seconds` in each round. `go`: a flanneld of Go flannel.
 pub(crate) fn run(seconds: u64, go: Option<PathBuf>) -> anyhow::Result<Report> {
     let of_kernel = kernel::measure();
-    let (interrupter, time) = (prepare()?, Duration::from_secs(seconds));
+    let interrupter = prepare()?;
+    let time = Duration::from_secs(seconds);
     let alone = process::measure(PEERS, &interrupter)?;
     let pairs = Pairs {
         udp: Pair::start(json!({ "Type": "udp", "Path": "process" }), &interrupter)?,

@@ -39,7 +39,7 @@ const IN_A_MESSAGE: usize = 32;
 /// `NETLINK_GENERIC`.
 const GENERIC: u16 = 16;
 const SET_DEVICE: u8 = 1;
-/// The limits: the time, and the messages and bytes, relative to those of the bare writer.
+/// The limits of the time, the messages and the bytes, relative to the bare writer.
 const TIME: f64 = 1.5;
 const TRAFFIC: f64 = 1.05;
 
@@ -92,7 +92,9 @@ pub(crate) fn run(peers: u32) -> anyhow::Result<Report> {
 
 /// The figures, as one JSON object.
 fn measure(count: u32) -> anyhow::Result<Value> {
-    let (mut ours, mut floors, mut traffic) = (Vec::new(), Vec::new(), None);
+    let mut ours = Vec::new();
+    let mut floors = Vec::new();
+    let mut traffic = None;
     for _ in 0..ROUNDS {
         let (took, bare) = write_bare(count)?;
         floors.push(took.as_secs_f64());
@@ -275,7 +277,8 @@ impl Monitor {
 
     /// The changes of WireGuard devices since the last call.
     fn take(&self) -> anyhow::Result<Sent> {
-        let (mut sent, mut buffer) = (Sent::default(), vec![0; 1 << 17]);
+        let mut sent = Sent::default();
+        let mut buffer = vec![0; 1 << 17];
         loop {
             let received = recvfrom::<LinkAddr>(self.socket.as_raw_fd(), &mut buffer);
             let (len, from) = match received {

@@ -46,14 +46,15 @@ impl Daemon {
         Self::start_by(Command::new(program), peers, families, options)
     }
 
-    /// The same by a command to which the options of a daemon are added.
+    /// Starts a daemon by a command to which the options of a daemon are added.
     pub(crate) fn start_by(
         mut command: Command,
         peers: u32,
         families: Families,
         options: &[&str],
     ) -> anyhow::Result<Self> {
-        let (fixture, dir) = (Fixture::new()?, tempfile::tempdir()?);
+        let fixture = Fixture::new()?;
+        let dir = tempfile::tempdir()?;
         let registry = dir.path().join("network");
         std::fs::create_dir_all(registry.join("subnets"))?;
         std::fs::write(registry.join("config"), families.config())?;
@@ -66,9 +67,11 @@ impl Daemon {
         Self::run(command, fixture, dir, peers, families)
     }
 
-    /// The same with leases as nodes of an API server, which runs in this process.
+    /// Starts a daemon whose leases are nodes of an API server, which runs in this process.
     pub(crate) fn start_on_kube(program: &Path, peers: u32) -> anyhow::Result<(Self, ApiServer)> {
-        let (fixture, dir, families) = (Fixture::new()?, tempfile::tempdir()?, Families::Ipv4);
+        let fixture = Fixture::new()?;
+        let dir = tempfile::tempdir()?;
+        let families = Families::Ipv4;
         let net_config = dir.path().join("net-conf.json");
         std::fs::write(&net_config, families.config())?;
         let server = ApiServer::on(fixture.netns.run(|| TcpListener::bind("127.0.0.1:0"))?);

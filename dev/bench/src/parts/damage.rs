@@ -117,7 +117,7 @@ impl Damage {
         matches!(self, Self::Nexthop(_) | Self::Route(Path::Nexthop))
     }
 
-    /// The family of the objects. `None`: either.
+    /// The family of the objects, or `None` for either.
     pub(crate) fn needs_family(self) -> Option<Family> {
         match self {
             Self::Route(Path::Expires | Path::Pref) => Some(Family::V6),
@@ -149,7 +149,8 @@ impl Damage {
         let Self::Nexthop(what) = self else { return Ok(None) };
         let Victim { peer, family, index, .. } = *victim;
         let id = nexthop(victim.nexthop)?.1.to_ne_bytes();
-        let (subnet, index) = (peer.subnet(family), index.to_ne_bytes());
+        let subnet = peer.subnet(family);
+        let index = index.to_ne_bytes();
         let base = octets(subnet.base());
         let header = nhmsg(af(family), PROTOCOL, ONLINK);
         let route = |flags, via: &[(u16, &[u8])]| {
@@ -207,7 +208,8 @@ fn neigh(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
 
 fn fdb(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
     let Victim { peer, other, family, index, uplink, .. } = *victim;
-    let (mac, dst) = (peer.mac(family).0, octets(peer.public(family)));
+    let mac = peer.mac(family).0;
+    let dst = octets(peer.public(family));
     let stranger = octets(Peer(other.0 ^ 1 << 15).public(family));
     let put_as = |state, flags, dst: &[u8], more: &[(u16, &[u8])]| {
         let attributes = [&[(1, dst), (2, &mac[..])], more].concat();
@@ -241,7 +243,8 @@ fn nexthop(object: Option<&RawObject>) -> anyhow::Result<(&RawObject, u32)> {
 fn hop(what: Hop, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
     let Victim { peer, family, index, uplink, .. } = *victim;
     let id = nexthop(victim.nexthop)?.1.to_ne_bytes();
-    let (gateway, stranger) = (octets(peer.subnet(family).base()), stranger(victim));
+    let gateway = octets(peer.subnet(family).base());
+    let stranger = stranger(victim);
     let put = |protocol, index: u32, gateway: &[u8]| {
         let header = nhmsg(af(family), protocol, ONLINK);
         message(NEWNEXTHOP, PUT, &header, &[(1, &id), (5, &index.to_ne_bytes()), (6, gateway)])
@@ -261,7 +264,8 @@ fn hop(what: Hop, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
 fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
     let Victim { peer, family, index, uplink, .. } = *victim;
     let subnet = peer.subnet(family);
-    let (dst, gateway) = (octets(subnet.base()), stranger(victim));
+    let dst = octets(subnet.base());
+    let gateway = stranger(victim);
     let put_by = |protocol, flags, via: &[(u16, &[u8])]| {
         let attributes = [&[(1, &dst[..])], via].concat();
         message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), protocol, flags), &attributes)

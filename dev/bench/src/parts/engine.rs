@@ -12,12 +12,11 @@ use flannel_core::network::NetworkHandle;
 use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{Backend, Kernel, SubnetManager};
-use flannel_route::{Host, JoinOptions};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
 use crate::parts::cluster::Families;
-use crate::parts::fixture::Fixture;
+use crate::parts::fixture::{BenchHost, Fixture};
 
 /// The timeout for peers.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -41,7 +40,7 @@ impl Engine {
         Self::start_on(fixture, families, |kernel| kernel)
     }
 
-    /// The same with a wrapped kernel.
+    /// Starts an engine on a wrapped kernel.
     pub(crate) fn start_on(
         fixture: &Fixture,
         families: Families,
@@ -49,7 +48,7 @@ impl Engine {
     ) -> anyhow::Result<Self> {
         let subnets = FakeSubnets::with_config(&families.config());
         let mut host = fixture.host(Arc::new(subnets.clone()))?;
-        host.kernel = on(host.kernel);
+        host.host.kernel = on(host.host.kernel);
         let mut engine = Self::start_with(&host, subnets, &VxlanBackend)?;
         engine.rest()?;
         Ok(engine)
@@ -57,14 +56,14 @@ impl Engine {
 
     /// Starts the engine of a backend, on a host whose leases are in `subnets`. Does not wait.
     pub(crate) fn start_with(
-        host: &Host,
+        BenchHost { host, options }: &BenchHost,
         subnets: FakeSubnets,
         backend: &dyn Backend,
     ) -> anyhow::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let network = runtime.block_on(async {
             let config = subnets.network_config().await?;
-            anyhow::Ok(host.join(backend, &config, JoinOptions::default()).await?)
+            anyhow::Ok(host.join(backend, &config, options.clone()).await?.network)
         })?;
         let handle = network.handle();
         let (stop, stopped) = oneshot::channel::<()>();

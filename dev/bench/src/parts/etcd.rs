@@ -81,7 +81,8 @@ impl Etcd {
         let mut text = String::new();
         stream.read_to_string(&mut text).await?;
         let lines = text.lines().filter(|line| line.starts_with("grpc_server_started_total{"));
-        let (mut unary, mut streams) = (0, 0);
+        let mut unary = 0;
+        let mut streams = 0;
         for line in lines {
             let count = line.rsplit(' ').next().and_then(|count| count.parse::<f64>().ok());
             let count = count.with_context(|| format!("no figure in {line:?}"))? as u64;

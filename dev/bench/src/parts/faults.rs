@@ -303,11 +303,11 @@ impl Schedule {
 
     /// All kinds of all clusters, in a random order.
     fn shuffled(&mut self) -> VecDeque<(usize, Kind)> {
-        let kinds = |(n, layout): (usize, &Layout)| {
-            let backend = layout.backend;
-            Kind::all().filter(move |kind| kind.applies(backend)).map(move |kind| (n, kind))
-        };
-        let mut all: Vec<_> = self.layouts.iter().enumerate().flat_map(kinds).collect();
+        let mut all = Vec::new();
+        for (cluster, layout) in self.layouts.iter().enumerate() {
+            let kinds = Kind::all().filter(|kind| kind.applies(layout.backend));
+            all.extend(kinds.map(|kind| (cluster, kind)));
+        }
         for n in (1..all.len()).rev() {
             all.swap(n, self.random.below(n + 1));
         }
@@ -323,7 +323,8 @@ impl Iterator for Schedule {
             self.round = self.shuffled();
         }
         let (cluster, kind) = self.round.pop_front()?;
-        let (layout, random) = (self.layouts[cluster], &mut self.random);
+        let layout = self.layouts[cluster];
+        let random = &mut self.random;
         let hosts: Vec<usize> = (1..=layout.hosts)
             .filter(|host| !(kind.ends_daemon() && layout.lives_long(*host)))
             .collect();

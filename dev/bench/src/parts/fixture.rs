@@ -9,7 +9,7 @@ use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, ip};
-use flannel_route::Host;
+use flannel_route::{EngineOptions, Host, JoinOptions};
 
 use crate::parts::cluster::{Families, device};
 use crate::parts::floor::delete;
@@ -52,7 +52,7 @@ impl Fixture {
     }
 
     /// This host, for a backend.
-    pub(crate) fn host(&self, subnets: Arc<dyn SubnetManager>) -> anyhow::Result<Host> {
+    pub(crate) fn host(&self, subnets: Arc<dyn SubnetManager>) -> anyhow::Result<BenchHost> {
         let address: Dual<IpAddr> =
             [IpAddr::from([192, 0, 2, 1]), IpAddr::from([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1])]
                 .into_iter()
@@ -65,6 +65,14 @@ impl Fixture {
             reason: "it is the only one".into(),
         };
         let kernel = Arc::new(NetlinkKernel::open_in(self.netns.path())?);
-        Ok(Host::new(iface, kernel.clone(), subnets).with_process_names(kernel))
+        let host = Host::new(iface, kernel.clone(), subnets);
+        let engine = EngineOptions::default().with_process_names(kernel);
+        Ok(BenchHost { host, options: JoinOptions::default().with_engine(engine) })
     }
+}
+
+/// A host, with the options by which the daemon joins a network there.
+pub(crate) struct BenchHost {
+    pub(crate) host: Host,
+    pub(crate) options: JoinOptions,
 }

@@ -208,7 +208,8 @@ fn fdb(peer: Peer, family: Family, index: u32) -> Vec<u8> {
 fn nexthop(peer: Peer, family: Family, index: u32) -> Vec<u8> {
     let gateway = octets(peer.subnet(family).base());
     let header = nhmsg(af(family), PROTOCOL, ONLINK);
-    let (id, index) = (peer.0.to_ne_bytes(), index.to_ne_bytes());
+    let id = peer.0.to_ne_bytes();
+    let index = index.to_ne_bytes();
     message(NEWNEXTHOP, PUT, &header, &[(1, &id), (5, &index), (6, &gateway)])
 }
 

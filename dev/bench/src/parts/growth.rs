@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::parts::daemon::figure;
 
-/// The growth of anonymous memory that is allowed: that of an allocator whose arenas fill, in KiB.
+/// The growth of anonymous memory that is allowed, in KiB. An allocator needs it to fill its arenas.
 const MEMORY_KIB: u64 = 1024;
 /// The number of descriptors that may be open in addition: connections that just come and go.
 const DESCRIPTORS: u64 = 3;
@@ -43,8 +43,11 @@ impl Growth {
 
     /// Takes a sample of a daemon if it is warm. A daemon that has ended has no more samples.
     pub(crate) fn sample(&mut self, name: &str, pid: u32) {
-        let fresh = || Daemon { name: name.to_owned(), seen: Instant::now(), samples: Vec::new() };
-        let daemon = self.daemons.entry(pid).or_insert_with(fresh);
+        let daemon = self.daemons.entry(pid).or_insert_with(|| Daemon {
+            name: name.to_owned(),
+            seen: Instant::now(),
+            samples: Vec::new(),
+        });
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
         let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).map(Iterator::count);
         if let (Ok(memory_kib), Ok(descriptors)) = (figure(&status, "RssAnon"), descriptors)
@@ -86,9 +89,11 @@ fn grew(samples: &[Sample], memory_kib: u64, descriptors: u64) -> Option<String>
         figures.sort_unstable();
         figures[figures.len() / 2]
     };
-    let (first, last) = (&samples[..quarter], &samples[samples.len() - quarter..]);
+    let first = &samples[..quarter];
+    let last = &samples[samples.len() - quarter..];
     let grown = |what: &str, of: fn(&Sample) -> u64, most: u64| {
-        let (from, to) = (median(first, of), median(last, of));
+        let from = median(first, of);
+        let to = median(last, of);
         (to > from + most).then(|| format!("{what} grew from {from} to {to}"))
     };
     let memory = grown("the memory in KiB", |sample| sample.memory_kib, memory_kib);
@@ -102,8 +107,11 @@ mod tests {
     use super::*;
 
     fn found(figures: impl IntoIterator<Item = (u64, u64)>) -> Option<String> {
-        let sample = |(memory_kib, descriptors)| Sample { memory_kib, descriptors };
-        grew(&figures.into_iter().map(sample).collect::<Vec<_>>(), 100, 3)
+        let samples: Vec<_> = figures
+            .into_iter()
+            .map(|(memory_kib, descriptors)| Sample { memory_kib, descriptors })
+            .collect();
+        grew(&samples, 100, 3)
     }
 
     #[test]
@@ -124,7 +132,8 @@ mod tests {
 
     #[test]
     fn a_process_is_compared_when_it_is_warm() {
-        let (mut cold, mut warm) = (Growth::new(Duration::MAX), Growth::new(Duration::ZERO));
+        let mut cold = Growth::new(Duration::MAX);
+        let mut warm = Growth::new(Duration::ZERO);
         for _ in 0..ENOUGH {
             cold.sample("this", std::process::id());
             warm.sample("this", std::process::id());

@@ -189,8 +189,10 @@ impl Fault {
 
     /// The command with which another program changes an object of the daemon.
     fn drift(self, site: &Site) -> anyhow::Result<String> {
-        let (host, family) = (site.host(self.host), self.family);
-        let (v4, subnet) = (family == Family::V4, subnet(site, self.peer, family)?);
+        let host = site.host(self.host);
+        let family = self.family;
+        let v4 = family == Family::V4;
+        let subnet = subnet(site, self.peer, family)?;
         let (inet, device) = if v4 { ("-4", "flannel.1") } else { ("-6", "flannel-v6.1") };
         let tunnel = subnet.base();
         Ok(match self.kind {
@@ -282,11 +284,8 @@ pub(crate) fn strangers(site: &Site) -> anyhow::Result<Vec<(String, String)>> {
     for n in 1..=255 {
         let texts = [format!("10.244.{n}.0/24"), format!("fd00:10:244:{n:x}::/64")];
         let subnets = texts.iter().map(|text| text.parse()).collect::<Result<Vec<Subnet>, _>>()?;
-        let taken = |subnet: &Subnet| {
-            let mut all = site.envs.iter().flat_map(|env| env.subnets.values());
-            all.any(|other| other.overlaps(subnet))
-        };
-        if subnets.iter().any(taken) {
+        let mut all = site.envs.iter().flat_map(|env| env.subnets.values());
+        if all.any(|other| subnets.iter().any(|subnet| other.overlaps(subnet))) {
             continue;
         }
         let data = |bits: u8| {

@@ -41,7 +41,7 @@ impl Prompter {
         self.doubt.notify_one();
     }
 
-    /// Waits until a read begins. `None`: the engine is gone.
+    /// Waits until a read begins. Returns `None` if the engine is gone.
     pub(crate) async fn begun(&mut self) -> Option<()> {
         self.begun.recv().await
     }

@@ -254,7 +254,8 @@ fn read(kind: u16, payload: &[u8]) -> Option<RawObject> {
     let (header, mut rest) = payload.split_at_checked(header)?;
     let mut attributes = Vec::new();
     while rest.len() >= 4 {
-        let (len, kind) = ((u16_at(rest, 0) as usize).clamp(4, rest.len()), u16_at(rest, 2));
+        let len = (u16_at(rest, 0) as usize).clamp(4, rest.len());
+        let kind = u16_at(rest, 2);
         match (kind, &rest[4..len]) {
             _ if volatile.contains(&kind) => {}
             // `struct rta_cacheinfo`: only whether a route expires is kept.
@@ -318,7 +319,8 @@ impl EventSocket {
         &mut self,
         mut is_done: impl FnMut(RawObject) -> bool,
     ) -> anyhow::Result<()> {
-        let (socket, buffer) = (&self.socket, &mut self.buffer);
+        let socket = &self.socket;
+        let buffer = &mut self.buffer;
         let all = async {
             loop {
                 let mut ready = socket.readable().await?;

@@ -42,7 +42,7 @@ pub(crate) struct Report {
     /// medians.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio: Option<f64>,
-    /// The time relative to that of 10,000 peers: the median of rounds that alternate.
+    /// The time relative to the time for 10,000 peers: the median of rounds that alternate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) growth: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -79,7 +79,7 @@ pub(crate) struct Report {
     /// Figures of the backend udp, of vxlan and of Go flannel.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) rows: Vec<Row>,
-    /// Messages and bytes to the kernel, relative to those of a bare writer.
+    /// Messages and bytes to the kernel, relative to what a bare writer sends.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) messages_ratio: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -149,7 +149,7 @@ pub(crate) struct Latency {
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Row {
     pub(crate) what: String,
-    /// `None`: only the ratio counts.
+    /// `None` if only the ratio counts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) udp: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -211,10 +211,11 @@ impl Report {
             println!("  {:<36}{}", "", names.concat());
         }
         for Row { what, udp, vxlan, ratio, go, go_ratio } in &self.rows {
-            let figures = [*udp, *vxlan, *ratio, *go, *go_ratio];
-            let text = |figure: f64| format!("{figure:.2}");
-            let figures = figures.map(|f| format!("{:>12}", f.map_or_else(String::new, text)));
-            println!("  {what:<36}{}", figures.concat());
+            let texts = [*udp, *vxlan, *ratio, *go, *go_ratio].map(|figure| {
+                let text = figure.map_or_else(String::new, |figure| format!("{figure:.2}"));
+                format!("{text:>12}")
+            });
+            println!("  {what:<36}{}", texts.concat());
         }
         println!("  {}", if self.ok { "nothing is wrong" } else { "WRONG:" });
         self.wrong.iter().for_each(|line| println!("    {line}"));

@@ -44,7 +44,7 @@ pub(crate) struct Site {
 
 impl Site {
     /// Makes the hosts of a soak and starts their daemons: with vxlan on etcd, with host-gw on a
-    /// directory. The firewall rules of the first are in nftables, those of the second in iptables.
+    /// directory. The first has its firewall rules in nftables, the second in iptables.
     pub(crate) fn start(layout: Layout, interrupter: &Interrupter) -> anyhow::Result<Self> {
         let builder = Lab::builder().families(Family::BOTH);
         let builder = match layout.backend {
@@ -74,7 +74,9 @@ impl Site {
         let mut options = store.options();
         options.push("--ip-masq".into());
         let config = std::fs::read_to_string(lab.registry().join("config"))?;
-        let (interrupter, envs, healthy) = (interrupter.clone(), Vec::new(), Vec::new());
+        let interrupter = interrupter.clone();
+        let envs = Vec::new();
+        let healthy = Vec::new();
         let mut site = Self { lab, store, layout, config, options, envs, healthy, interrupter };
         for host in site.lab.hosts() {
             // Those that the machine may have would drop packets, which the doctor reports.
@@ -142,11 +144,13 @@ impl Site {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         let matrix = self.lab.matrix(left.max(Duration::from_secs(1)))?;
-        let unreached = |pair: &flannel_lab::Pair| {
-            let why = pair.error.as_ref().map(ToString::to_string).unwrap_or_default();
-            format!("{} does not reach {} ({}): {why}", pair.from, pair.to, pair.family)
-        };
-        Ok(matrix.failures().map(unreached).collect())
+        Ok(matrix
+            .failures()
+            .map(|pair| {
+                let why = pair.error.as_ref().map(ToString::to_string).unwrap_or_default();
+                format!("{} does not reach {} ({}): {why}", pair.from, pair.to, pair.family)
+            })
+            .collect())
     }
 
     /// What is not as it should be, without the paths between pods.
@@ -317,9 +321,12 @@ fn picture(host: &Host) -> anyhow::Result<BTreeSet<String>> {
         ("nft", "-s list ruleset"),
     ] {
         let text = host.run(program, &args.split(' ').collect::<Vec<_>>())?;
-        // Entries of other bridges are learned.
-        let ours = |line: &&str| program != "bridge" || line.contains(" dev flannel");
-        lines.extend(text.lines().filter(ours).map(|line| format!("{program} {}", plain(line))));
+        for line in text.lines() {
+            // Entries of other bridges are learned.
+            if program != "bridge" || line.contains(" dev flannel") {
+                lines.insert(format!("{program} {}", plain(line)));
+            }
+        }
     }
     Ok(lines)
 }
@@ -328,13 +335,14 @@ fn picture(host: &Host) -> anyhow::Result<BTreeSet<String>> {
 /// that a tunnel has after a change of its carrier.
 fn plain(line: &str) -> String {
     let line = line.replace('\\', " ").replace(" state UP ", " state UNKNOWN ");
-    let (mut words, mut kept) = (line.split_whitespace(), Vec::new());
+    let mut words = line.split_whitespace();
+    let mut kept = Vec::new();
     while let Some(word) = words.next() {
-        let first = kept.is_empty();
-        let index = || word.strip_suffix(':').is_some_and(|text| text.parse::<u32>().is_ok());
-        if word == "nhid" || (first && word == "id") {
+        let is_first = kept.is_empty();
+        let is_index = word.strip_suffix(':').is_some_and(|text| text.parse::<u32>().is_ok());
+        if word == "nhid" || (is_first && word == "id") {
             words.next();
-        } else if !(first && index()) {
+        } else if !(is_first && is_index) {
             kept.push(word);
         }
     }

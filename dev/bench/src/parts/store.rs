@@ -42,7 +42,8 @@ impl Store {
     pub(crate) fn put(&self, key: &str, value: &str) -> anyhow::Result<()> {
         match self {
             Self::Directory(path) => {
-                let (file, new) = (path.join(key), path.join(".new"));
+                let file = path.join(key);
+                let new = path.join(".new");
                 fs::write(&new, value)?;
                 fs::rename(&new, &file).with_context(|| file.display().to_string())
             }

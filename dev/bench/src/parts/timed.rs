@@ -22,7 +22,7 @@ impl Timed {
         Self { kernel, acknowledged: Arc::default() }
     }
 
-    /// The time of the last acknowledgement. `None`: there was none.
+    /// The time of the last acknowledgement, or `None` before the first one.
     pub(crate) fn acknowledged(&self) -> Option<Instant> {
         *lock(&self.acknowledged)
     }

@@ -36,8 +36,8 @@ pub(crate) fn compare(
         let routes: Vec<Value> = routes?.into_iter().filter(|row| !others(row)).collect();
         // Each nexthop object serves one route, and each route that names one finds it, with the
         // same gateway.
-        let named = |row: &&Value| row.get("nhid").is_some();
-        let users: Vec<Value> = routes.iter().filter(named).cloned().collect();
+        let users: Vec<Value> =
+            routes.iter().filter(|row| row.get("nhid").is_some()).cloned().collect();
         let ours = || [dev.to_owned(), ROUTE_PROTOCOL.to_string()];
         let links: Vec<Value> = links?.iter().map(link_of).collect();
         // iproute2 prints an empty object for each other link.
@@ -48,7 +48,7 @@ pub(crate) fn compare(
         let tables = [
             ("link", rows(&links, &LINK), vec![own_device(family)]),
             (
-                // The lease decides the address. Its prefix is always that of one host.
+                // The lease decides the address. Its prefix always covers one host.
                 "address",
                 rows(&addresses, &["prefixlen", "address", "label"]),
                 vec![own_address(family)],
@@ -112,7 +112,8 @@ const LINK: [&str; 9] = ["ifname", "link", "up", "mtu", "id", "port", "local", "
 
 /// The fields of a link from iproute2, without nesting.
 fn link_of(link: &Value) -> Value {
-    let (kind, data) = (&link["linkinfo"]["info_kind"], &link["linkinfo"]["info_data"]);
+    let kind = &link["linkinfo"]["info_kind"];
+    let data = &link["linkinfo"]["info_data"];
     let flags = link["flags"].as_array();
     let local = if data["local"].is_null() { &data["local6"] } else { &data["local"] };
     json!({

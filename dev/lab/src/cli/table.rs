@@ -56,9 +56,12 @@ fn hosts(hosts: &[HostRow], terminal: &Terminal) -> String {
         for line in 0..host.subnets.len().max(1) {
             let subnet = host.subnets.get(line).map_or("", String::as_str);
             // The line of a lease has the address of the same family.
-            let same = |address: &&std::net::IpAddr| address.is_ipv6() == subnet.contains(':');
-            let address =
-                host.addresses.iter().find(same).map(ToString::to_string).unwrap_or_default();
+            let address = host
+                .addresses
+                .iter()
+                .find(|address| address.is_ipv6() == subnet.contains(':'))
+                .map(ToString::to_string)
+                .unwrap_or_default();
             let mtu = host.mtu.to_string();
             let first = [host.name.as_str(), &address, subnet, &mtu, &memory];
             text += &row(if line == 0 { first } else { ["", &address, subnet, "", ""] });
@@ -100,7 +103,9 @@ fn summary(title: &str, pairs: &[&PairRow], terminal: &Terminal) -> String {
         if reached.len() == pairs.len() { count } else { terminal.style(Style::Failed, &count) };
     let mut text = format!("\n{title}: {count}\n");
     if let (Some(slowest), Some(fastest)) = (reached.first(), reached.last()) {
-        let (min, median, max) = (&fastest.cell, &reached[reached.len() / 2].cell, &slowest.cell);
+        let min = &fastest.cell;
+        let median = &reached[reached.len() / 2].cell;
+        let max = &slowest.cell;
         let _ = writeln!(
             text,
             "round trips in ms: min {min}, median {median}, max {max}; the slowest:"
@@ -166,7 +171,8 @@ mod tests {
             for (from, to) in
                 (1..=hosts).flat_map(|f| (1..=hosts).map(move |t| (f, t))).filter(|(f, t)| f != t)
             {
-                let (from, to) = (format!("pod-{from}"), format!("pod-{to}"));
+                let from = format!("pod-{from}");
+                let to = format!("pod-{to}");
                 let ok = broken != Some((&from, &to));
                 pairs.push(PairRow {
                     from,
@@ -180,7 +186,8 @@ mod tests {
                 });
             }
         }
-        let (backend, family) = ("vxlan".to_owned(), "dual".to_owned());
+        let backend = "vxlan".to_owned();
+        let family = "dual".to_owned();
         let seconds_to_ready = broken.is_none().then_some(0.512);
         let hosts = (1..=hosts).map(row).collect();
         Outcome {

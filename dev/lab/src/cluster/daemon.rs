@@ -111,7 +111,7 @@ pub(crate) fn end(children: &mut [Child], signal: Signal) -> Result<Vec<ExitStat
     Ok(ended)
 }
 
-/// Sends a signal to a child. A child that has ended is no error.
+/// Sends a signal to a child. A child that has ended is not an error.
 pub(crate) fn send(child: &Child, signal: Signal) -> Result<()> {
     // Process ids of Linux fit.
     match kill(Pid::from_raw(child.id() as i32), signal) {

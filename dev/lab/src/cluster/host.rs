@@ -48,7 +48,8 @@ pub(crate) struct Parts {
 impl Host {
     pub(crate) fn new(parts: Parts) -> Self {
         let Parts { number, namespace, addresses, dir, registry, program, spawner } = parts;
-        let (daemon, pod) = (Mutex::default(), Mutex::default());
+        let daemon = Mutex::default();
+        let pod = Mutex::default();
         Self { number, namespace, addresses, dir, registry, program, spawner, daemon, pod }
     }
 
@@ -234,7 +235,7 @@ impl Host {
         self.dir.join("subnet.env")
     }
 
-    /// The daemon's `subnet.env`; `None` if there is none yet.
+    /// The daemon's `subnet.env`, or `None` if it does not exist yet.
     ///
     /// # Errors
     /// It cannot be read, or a CNI plugin could not use it.

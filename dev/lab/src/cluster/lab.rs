@@ -68,13 +68,15 @@ pub fn default_backend() -> &'static str {
 }
 
 fn pod_networks(families: impl IntoIterator<Item = Family>) -> Dual<Subnet> {
-    let network = |family| match family {
-        Family::V4 => "10.244.0.0/16",
-        Family::V6 => "fd00:10:244::/48",
-    };
     families
         .into_iter()
-        .map(|f| network(f).parse::<Subnet>().expect("a constant that is a subnet"))
+        .map(|family| {
+            let network = match family {
+                Family::V4 => "10.244.0.0/16",
+                Family::V6 => "fd00:10:244::/48",
+            };
+            network.parse::<Subnet>().expect("a constant that is a subnet")
+        })
         .collect()
 }
 
@@ -145,8 +147,10 @@ impl Builder {
         let families: Vec<Family> =
             Family::BOTH.into_iter().filter(|f| *f == Family::V4 || has_ipv6()).collect();
         let numbers: Vec<usize> = (1..=self.hosts).collect();
-        let name = |n: &usize| Namespace::new(&format!("host-{n}"));
-        let namespaces = numbers.iter().map(name).collect::<Result<Vec<_>>>()?;
+        let namespaces = numbers
+            .iter()
+            .map(|n| Namespace::new(&format!("host-{n}")))
+            .collect::<Result<Vec<_>>>()?;
         self.interrupter.check()?;
         let switch = Switch::new(&families)?;
         switch.plug(&namespaces, self.mtu)?;
@@ -214,15 +218,15 @@ fn neighbours(host: &Host, hosts: usize, families: &[Family]) -> String {
     if hosts <= KNOWN_NEIGHBOURS {
         return String::new();
     }
-    let line = |n: usize, family: &Family| {
-        format!(
-            "neigh add {} lladdr {} dev eth0 nud permanent\n",
-            underlay_address(*family, n),
-            mac(n)
-        )
-    };
-    let others = (1..=hosts).filter(|n| *n != host.number());
-    others.flat_map(|n| families.iter().map(move |family| line(n, family))).collect()
+    let mut batch = String::new();
+    for n in (1..=hosts).filter(|n| *n != host.number()) {
+        for family in families {
+            let address = underlay_address(*family, n);
+            let mac = mac(n);
+            batch += &format!("neigh add {address} lladdr {mac} dev eth0 nud permanent\n");
+        }
+    }
+    batch
 }
 
 /// Hosts and a switch, with daemons and pods on request. Dropping it ends all of them.
@@ -299,8 +303,10 @@ impl Lab {
             self.hosts.iter().filter(|host| host.pod().is_none()).collect();
         while let Some(first) = waiting.first() {
             if start.elapsed() > patience {
-                let (host, path) = (first.name().to_owned(), first.subnet_file());
-                let (seconds, log) = (patience.as_secs_f64(), first.log_tail());
+                let host = first.name().to_owned();
+                let path = first.subnet_file();
+                let seconds = patience.as_secs_f64();
+                let log = first.log_tail();
                 return Err(Error::NoSubnetEnv { host, path, seconds, log });
             }
             let mut ready = Vec::new();

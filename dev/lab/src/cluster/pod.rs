@@ -25,7 +25,7 @@ pub struct Pod {
 }
 
 impl Pod {
-    /// Makes the pod, and the bridge `cni0` on its host if there is none.
+    /// Makes the pod, and the bridge `cni0` on its host if it is missing.
     pub(crate) fn new(name: &str, host: &Namespace, env: &SubnetEnv) -> Result<Self> {
         let namespace = Namespace::new(name)?;
         let address = |_: Family, subnet: &Subnet| {
@@ -84,7 +84,8 @@ impl Pod {
 }
 
 fn on_the_host(pod: &Namespace, env: &SubnetEnv) -> String {
-    let (mtu, path) = (env.mtu, pod.path());
+    let mtu = env.mtu;
+    let path = pod.path();
     let mut batch = format!("link add cni0 mtu {mtu} type bridge stp_state 0 mcast_snooping 0\n");
     batch += &link_local_without_dad("cni0", &env.gateways, 1);
     batch += &addresses_on("cni0", &env.gateways, env);
@@ -109,9 +110,12 @@ fn inside(addresses: &Dual<IpAddr>, env: &SubnetEnv) -> String {
 
 /// Lines for `ip` that add each address with the prefix length of its family's subnet.
 fn addresses_on(link: &str, addresses: &Dual<IpAddr>, env: &SubnetEnv) -> String {
-    let line = |(family, subnet): (Family, &Subnet)| {
-        let address = addresses[family]?;
-        Some(format!("addr add {address}/{} dev {link}{}\n", subnet.len(), nodad(family)))
-    };
-    env.subnets.iter().filter_map(line).collect()
+    let mut batch = String::new();
+    for (family, subnet) in env.subnets.iter() {
+        if let Some(address) = addresses[family] {
+            let len = subnet.len();
+            batch += &format!("addr add {address}/{len} dev {link}{}\n", nodad(family));
+        }
+    }
+    batch
 }

@@ -30,7 +30,8 @@ impl Switch {
         let mut batch =
             String::from("link set lo up\nlink add br0 type bridge stp_state 0 mcast_snooping 0\n");
         for (n, namespace) in (1..).zip(hosts) {
-            let (mac, path) = (mac(n), namespace.path());
+            let mac = mac(n);
+            let path = namespace.path();
             let write = writeln!(
                 batch,
                 "link add port-{n} mtu {mtu} type veth peer name eth0 address {mac} mtu {mtu} \

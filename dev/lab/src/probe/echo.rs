@@ -50,7 +50,7 @@ impl EchoServer {
             namespace.run(|| TcpListener::bind((everywhere, PORT)))?.map_err(Error::io(object))?;
         let listener = Arc::new(listener);
         let accepting = listener.clone();
-        let serve = move || {
+        let thread = std::thread::spawn(move || {
             std::thread::scope(|connections| {
                 // Ends when the listener is shut down.
                 while let Ok((stream, _)) = accepting.accept() {
@@ -58,8 +58,8 @@ impl EchoServer {
                     connections.spawn(move || echo(&stream).ok());
                 }
             });
-        };
-        Ok(Self { listener, thread: Some(std::thread::spawn(serve)) })
+        });
+        Ok(Self { listener, thread: Some(thread) })
     }
 }
 
@@ -227,7 +227,7 @@ impl PingSocket {
         self.socket.send_to(&message, SocketAddr::new(to, 0)).map(drop)
     }
 
-    /// Waits for an answer; `None` if there is none within `patience`.
+    /// Waits for an answer. Returns `None` if none comes within `patience`.
     pub(crate) fn receive(&self, patience: Duration) -> io::Result<Option<Reply>> {
         // A timeout of zero is invalid.
         self.socket.set_read_timeout(Some(patience.max(Duration::from_micros(1))))?;

@@ -153,7 +153,8 @@ fn try_all(
             for family in Family::BOTH {
                 let mine = |(_, leg): &(usize, &Leg)| leg.from == number && leg.family == family;
                 let mine: Vec<_> = legs.iter().enumerate().filter(mine).collect();
-                let (events, over) = (events.clone(), &over);
+                let events = events.clone();
+                let over = &over;
                 if !mine.is_empty() {
                     scope.spawn(move || {
                         let outcome = ping(pod, family, &mine, over, &events);
@@ -163,7 +164,9 @@ fn try_all(
             }
         }
         for _ in 0..workers.min(legs.len()) {
-            let (events, todo, over) = (events.clone(), &todo, &over);
+            let events = events.clone();
+            let todo = &todo;
+            let over = &over;
             scope.spawn(move || forward_error(&events, connect(pods, legs, todo, over, &events)));
         }
         drop(events);
@@ -266,12 +269,15 @@ fn ping(
         let Some(reply) = socket.receive(next.saturating_duration_since(now)).map_err(fail)? else {
             continue;
         };
-        let place = legs.iter().position(|(_, leg)| leg.address == reply.from);
+        let Some(place) = legs.iter().position(|(_, leg)| leg.address == reply.from) else {
+            continue;
+        };
+        let (number, leg) = legs[place];
+        let target = &mut targets[place];
         // A repeated ping may be answered twice.
-        let awaited =
-            |place: &usize| !targets[*place].reached && targets[*place].size == reply.size;
-        let Some(place) = place.filter(awaited) else { continue };
-        let ((number, leg), target) = (legs[place], &mut targets[place]);
+        if target.reached || target.size != reply.size {
+            continue;
+        }
         let event = if target.size == leg.mtu {
             target.reached = true;
             Event::PingedFullSize

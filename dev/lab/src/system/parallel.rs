@@ -19,7 +19,8 @@ pub(crate) fn for_each<T: Sync>(
 ) -> Result<()> {
     let queue = Mutex::new(items.iter());
     let take = || lock(&queue).next();
-    let worker = || {
+    let run = || {
+        // `take` releases the lock before the work begins.
         while let Some(item) = take() {
             interrupter.check()?;
             work(item)?;
@@ -27,10 +28,12 @@ pub(crate) fn for_each<T: Sync>(
         Ok(())
     };
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..workers.min(items.len())).map(|_| scope.spawn(worker)).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads.into_iter().map(join).fold(Ok(()), Result::and)
+        let threads: Vec<_> = (0..workers.min(items.len())).map(|_| scope.spawn(run)).collect();
+        let mut result = Ok(());
+        for thread in threads {
+            let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            result = result.and(ended);
+        }
+        result
     })
 }

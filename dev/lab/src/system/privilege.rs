@@ -34,7 +34,8 @@ pub fn enter() -> Result<Privilege> {
             return Err(forbidden(&format!("the kernel refused a network namespace ({errno})")));
         }
     }
-    let (user, group) = (geteuid(), getegid());
+    let user = geteuid();
+    let group = getegid();
     unshare(CloneFlags::CLONE_NEWUSER | CloneFlags::CLONE_NEWNET).map_err(why_no_user_namespace)?;
     let write = |file: &str, text: String| {
         let path = format!("/proc/self/{file}");

@@ -1,6 +1,6 @@
 //! Streams of packets between pods, and the packets that were lost.
 //!
-//! A packet is lost if it has not arrived at the end of its stream. So a delay is no loss.
+//! A packet is lost if it has not arrived at the end of its stream. So a delay is not a loss.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -74,7 +74,7 @@ impl Traffic {
         Self::start_every(GAP, lab)
     }
 
-    /// The same with this time between two packets of a stream.
+    /// Starts streams with this time between two packets of a stream.
     pub fn start_every(gap: Duration, lab: &Lab) -> Self {
         let pods: Vec<(usize, Arc<Pod>)> =
             lab.hosts().iter().filter_map(|host| Some((host.number(), host.pod()?))).collect();
@@ -83,7 +83,8 @@ impl Traffic {
             for (to, sink) in pods.iter().filter(|(to, _)| to != from) {
                 for (family, address) in sink.addresses().iter() {
                     let at = source.addresses()[family].expect("all pods have the same families");
-                    let (hosts, ends) = ([*from, *to], [(&**source, at), (&**sink, *address)]);
+                    let hosts = [*from, *to];
+                    let ends = [(&**source, at), (&**sink, *address)];
                     streams.push(Stream::start(hosts, family, ends, gap));
                 }
             }
@@ -111,9 +112,11 @@ impl Traffic {
         for stream in &self.0 {
             stream.stop.send(()).expect("the thread ends for no other reason");
         }
-        let (mut sent, mut lost) = (0, Vec::new());
+        let mut sent = 0;
+        let mut lost = Vec::new();
         for Stream { hosts, family, name, sender, receiver, .. } in self.0 {
-            let (times, arrived) = (joined(sender), joined(receiver));
+            let times = joined(sender);
+            let arrived = joined(receiver);
             sent += times.len();
             let missing = times.iter().enumerate().filter(|(n, _)| arrived.get(*n) != Some(&true));
             lost.extend(missing.map(|(number, at)| Lost {
@@ -156,7 +159,8 @@ impl Stream {
         [(source, at), (sink, to)]: [(&Pod, IpAddr); 2],
         gap: Duration,
     ) -> Self {
-        let (from, into) = (open(source.namespace(), at), open(sink.namespace(), to));
+        let from = open(source.namespace(), at);
+        let into = open(sink.namespace(), to);
         let target = into.local_addr().expect("a bound socket has an address");
         let (stop, stopped) = channel();
         let progress = Arc::new(Progress {
@@ -164,9 +168,11 @@ impl Stream {
             received: AtomicUsize::new(0),
             total: AtomicUsize::new(usize::MAX),
         });
-        let (sending, receiving) = (progress.clone(), progress.clone());
+        let sending = progress.clone();
+        let receiving = progress.clone();
         let sender = std::thread::spawn(move || {
-            let (mut due, mut sent) = (Instant::now(), Vec::new());
+            let mut due = Instant::now();
+            let mut sent = Vec::new();
             loop {
                 send(&from, target, sent.len());
                 sent.push(Instant::now());
@@ -204,7 +210,8 @@ fn send(socket: &UdpSocket, target: SocketAddr, number: usize) {
 
 /// The numbers that arrived.
 fn receive(socket: &UdpSocket, progress: &Progress) -> Vec<bool> {
-    let (mut arrived, mut buffer) = (Vec::new(), [0; 8]);
+    let mut arrived = Vec::new();
+    let mut buffer = [0; 8];
     // No packet for this long: the stream has stalled or ended.
     loop {
         let ended = progress.total.load(Ordering::Relaxed);

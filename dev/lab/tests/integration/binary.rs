@@ -51,7 +51,7 @@ impl Place {
         command
     }
 
-    /// The same, as an ordinary user if this test runs as root.
+    /// Runs the lab, as an ordinary user if this test runs as root.
     fn rootless(&self, args: &[&str]) -> Command {
         let mut command = self.lab(args);
         if nix::unistd::geteuid().is_root() {
@@ -70,7 +70,8 @@ impl Place {
 fn output(command: &mut Command) -> (Output, String, String) {
     let output = command.stdin(Stdio::null()).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
-    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    let out = text(&output.stdout);
+    let err = text(&output.stderr);
     (output, out, err)
 }
 
@@ -204,9 +205,9 @@ struct Running {
     child: Child,
     /// Its output on stdout until it waits.
     printed: String,
-    /// Its namespaces and those of its hosts, with their inodes.
+    /// The namespaces of the lab and of its hosts, with their inodes.
     namespaces: Vec<PathBuf>,
-    /// The same, open, so that no other namespace gets their inodes.
+    /// These namespaces, open, so that no other namespace gets their inodes.
     _open: Vec<fs::File>,
 }
 

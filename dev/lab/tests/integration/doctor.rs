@@ -59,17 +59,20 @@ fn findings(lab: &Lab, host: &Host, registry: Option<&str>) -> Vec<String> {
     let value: Value =
         serde_json::from_str(&value).unwrap_or_else(|error| panic!("{error}: {value}"));
     let text = |found: &Value, key: &str| found[key].as_str().unwrap_or_default().to_owned();
-    let line = |f: &Value| {
-        format!(
-            "{} {} {} | {}",
-            text(f, "check"),
-            text(f, "severity"),
-            text(f, "text"),
-            text(f, "repair")
-        )
-    };
     let Some(found) = value["findings"].as_array() else { return vec![value.to_string()] };
-    found.iter().filter(|f| f["check"] != "bridge-netfilter").map(line).collect()
+    found
+        .iter()
+        .filter(|f| f["check"] != "bridge-netfilter")
+        .map(|f| {
+            format!(
+                "{} {} {} | {}",
+                text(f, "check"),
+                text(f, "severity"),
+                text(f, "text"),
+                text(f, "repair")
+            )
+        })
+        .collect()
 }
 
 fn examine(lab: &Lab, host: &Host, registry: Option<&str>, form: &str) -> String {
@@ -121,10 +124,13 @@ fn finds_only(lab: &Lab, host: &Host, all: &[&[&str]]) {
     let found = RefCell::default();
     let only_these = || {
         let now = findings(lab, host, None);
-        let has = |(line, parts): (&String, &&[&str])| parts.iter().all(|part| line.contains(part));
-        let right = now.len() == all.len() && now.iter().zip(all).all(has);
+        let is_right = now.len() == all.len()
+            && now
+                .iter()
+                .zip(all)
+                .all(|(line, parts)| parts.iter().all(|part| line.contains(part)));
         found.replace(now);
-        right
+        is_right
     };
     eventually(PATIENCE, only_these, || format!("{:#?}\n{}", found.borrow(), host.log().unwrap()));
 }
@@ -370,7 +376,8 @@ fn of_rules(lab: &Lab, family: Family) {
 
 fn on_the_path() {
     let lab = up(Lab::builder());
-    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let host = &lab.hosts()[0];
+    let other = &lab.hosts()[1];
     let peer = other.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
     let nft = |command: &str| other.run("nft", &command.split(' ').collect::<Vec<_>>()).unwrap();
 
@@ -465,7 +472,8 @@ fn without_a_daemon() {
 /// named.
 fn directions() {
     let lab = up(Lab::builder());
-    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let host = &lab.hosts()[0];
+    let other = &lab.hosts()[1];
     let base =
         |host: &Host| host.subnet_env().unwrap().unwrap().subnets.v4.unwrap().base().to_string();
     let nft = |command: &str| other.run("nft", &command.split(' ').collect::<Vec<_>>()).unwrap();
@@ -538,7 +546,8 @@ fn directions() {
 /// With `--path-mtu` the daemon lowers the MTU of the route, and the doctor has no finding.
 fn lowered_mtus() {
     let lab = up(Lab::builder().families(Family::BOTH));
-    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let host = &lab.hosts()[0];
+    let other = &lab.hosts()[1];
     host.stop_daemon(Signal::SIGTERM).unwrap();
     host.start_daemon_with(&["--path-mtu"]).unwrap();
     let subnets = other.subnet_env().unwrap().unwrap().subnets;
@@ -590,7 +599,8 @@ fn lowered_mtus() {
 
 /// A pod sends TCP segments of full size to the echo service of another one.
 fn full_size_from_a_pod(from: &Host, to: &Host, family: Family) {
-    let (from, to) = (from.pod().unwrap(), to.pod().unwrap());
+    let from = from.pod().unwrap();
+    let to = to.pod().unwrap();
     // Virtual devices would pass on several segments as one packet, whatever their MTU is.
     from.namespace().ip("link set eth0 gso_max_segs 1\n").unwrap();
     let address = to.addresses()[family].unwrap();
@@ -605,7 +615,8 @@ fn full_size_from_a_pod(from: &Host, to: &Host, family: Family) {
 /// Losses on a link without a tunnel.
 fn without_a_tunnel(backend: Value) {
     let lab = up(Lab::builder().backend(backend));
-    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let host = &lab.hosts()[0];
+    let other = &lab.hosts()[1];
     other.run("nft", &["add table ip guard"]).unwrap();
     other.run("nft", &["add chain ip guard into { type filter hook input priority 0; }"]).unwrap();
     other.run("nft", &["add rule ip guard into tcp dport 8473 ip length > 1000 drop"]).unwrap();
@@ -619,7 +630,8 @@ fn without_a_tunnel(backend: Value) {
 /// The doctor's port is open on devices of peers' packets, and only for nodes.
 fn only_nodes_are_answered(backend: &str) {
     let lab = up(Lab::builder().backend(backend).families(Family::BOTH));
-    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let host = &lab.hosts()[0];
+    let other = &lab.hosts()[1];
     let env = other.subnet_env().unwrap().unwrap();
     for family in Family::BOTH {
         let address = match backend {
@@ -774,7 +786,8 @@ fn forge_lease(lab: &Lab, public: &str) -> String {
 }
 
 fn five_between_hosts(lab: &Lab, family: Family) {
-    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let host = &lab.hosts()[0];
+    let other = &lab.hosts()[1];
     let six = family == Family::V6;
     let subnet = other.subnet_env().unwrap().unwrap().subnets[family].unwrap();
     let tunnel = subnet.base().to_string();
@@ -820,10 +833,8 @@ fn five_between_hosts(lab: &Lab, family: Family) {
 
     // Foreign route shadowing a peer.
     let (ip, half) = if six { (vec!["-6"], 65) } else { (vec![], 25) };
-    let (half, router) = (
-        format!("{}/{half}", subnet.base()),
-        lab.switch().addresses()[family].unwrap().to_string(),
-    );
+    let half = format!("{}/{half}", subnet.base());
+    let router = lab.switch().addresses()[family].unwrap().to_string();
     host.run("ip", &[&ip[..], &["route", "add", &half, "via", &router]].concat()).unwrap();
     repair(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
     cured(lab, host);
@@ -890,7 +901,9 @@ fn own_mounts() {
 fn not_mounted() {
     own_mounts();
     let lab = up(Lab::builder());
-    let (host, registry, disk) = (&lab.hosts()[0], lab.registry(), lab.dir().join("disk"));
+    let host = &lab.hosts()[0];
+    let registry = lab.registry();
+    let disk = lab.dir().join("disk");
     let fstab = format!("{} {} none bind,x-mount.mkdir 0 0\n", disk.display(), registry.display());
     std::fs::write(lab.dir().join("fstab"), fstab).unwrap();
     let leases = |dir: &Path| {
@@ -979,7 +992,8 @@ fn eight_more_faults() {
 }
 
 fn two_of_mac_addresses(lab: &Lab) {
-    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let host = &lab.hosts()[0];
+    let other = &lab.hosts()[1];
     let subnet = other.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
     let path = lab.registry().join("subnets").join(format!("{}-24", subnet.base()));
     let read =
@@ -1171,14 +1185,16 @@ fn xdp_program() -> Vec<u8> {
     // r0 = XDP_PASS; exit. Then its license, its symbol, and the names.
     let code: [u8; 16] = [0xb7, 0, 0, 0, 2, 0, 0, 0, 0x95, 0, 0, 0, 0, 0, 0, 0];
     let names = *b"\0xdp\0license\0.symtab\0.strtab\0\0\0\0";
-    let (function, in_first_section) = ([1, 0, 0, 0, 0x12, 0], [1, 0]);
+    let function = [1, 0, 0, 0, 0x12, 0];
+    let in_first_section = [1, 0];
     let symbol = [&[0; 24][..], &function, &in_first_section, &word(0), &word(16)].concat();
     let parts: [&[u8]; 4] = [&code, b"GPL\0\0\0\0\0", &symbol, &names];
     // Sections: name, type, flags, then their place in the file; link and info; alignment and size
     // of entries.
     let sections: [(u32, u32, u64, [u32; 2], u64); 4] =
         [(1, 1, 6, [0, 0], 0), (5, 1, 3, [0, 0], 0), (13, 2, 0, [4, 1], 24), (21, 3, 0, [0, 0], 0)];
-    let (mut at, mut table) = (64, vec![0; 64]);
+    let mut at = 64;
+    let mut table = vec![0; 64];
     for ((name, kind, flags, [link, info], entry), part) in sections.into_iter().zip(parts) {
         table.extend([name.to_le_bytes(), kind.to_le_bytes()].concat());
         table.extend([word(flags), word(0), word(at), word(part.len() as u64)].concat());

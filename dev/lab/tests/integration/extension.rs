@@ -18,7 +18,7 @@ const MOVED: Duration = Duration::from_secs(150);
 fn up() -> Lab {
     let add = "ip route replace $SUBNET via $PUBLIC_IP && \
                ip -6 route replace $IPV6SUBNET via $PUBLIC_IPV6";
-    // It is no error if there is none, and it does not remove those of the daemon.
+    // A flush without routes is not an error, and the routes of the daemon stay.
     let remove = "ip route flush $SUBNET proto boot && ip -6 route flush $IPV6SUBNET proto boot";
     let lab = Lab::builder().hosts(3).families(Family::BOTH).config_field("EnableNFTables", true);
     let lab = lab.program(env!("CARGO_BIN_EXE_lab")).backend(json!({

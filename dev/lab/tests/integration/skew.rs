@@ -43,7 +43,8 @@ impl Etcd {
     fn start(lab: &Lab) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let address = lab.switch().addresses().v4.unwrap();
-        let (endpoint, peer) = (format!("http://{address}:2379"), format!("http://{address}:2380"));
+        let endpoint = format!("http://{address}:2379");
+        let peer = format!("http://{address}:2380");
         let program = std::env::var_os("ETCD").unwrap_or_else(|| "etcd".into());
         let mut command = Command::new(program);
         command.arg("--data-dir").arg(dir.path()).args(["--log-level", "error"]);
@@ -151,7 +152,8 @@ fn change_versions(backend: &str, etcd: bool, first: First) {
     assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
     lab.hosts().iter().for_each(|host| wait_for_sync(host, 1));
     let envs = || lab.hosts().iter().map(|host| host.subnet_env().unwrap()).collect::<Vec<_>>();
-    let (leases, subnets) = (store.leases(&lab), envs());
+    let leases = store.leases(&lab);
+    let subnets = envs();
     assert_eq!(leases.len(), 3, "{leases:?}");
 
     let traffic = Traffic::start(&lab);

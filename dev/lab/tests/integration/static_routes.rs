@@ -236,7 +236,8 @@ fn an_interrupt_ends_every_wait_and_leaves_nothing_behind() {
     as_root(|| {
         let interrupter = Interrupter::default();
         let lab = Lab::builder().hosts(2).interrupter(interrupter.clone()).start().unwrap();
-        let (dir, namespace) = (lab.dir().to_owned(), lab.hosts()[0].namespace().path());
+        let dir = lab.dir().to_owned();
+        let namespace = lab.hosts()[0].namespace().path();
         assert!(dir.join("registry/config").exists() && namespace.exists());
         let start = Instant::now();
         let signal = std::thread::spawn(move || interrupter.interrupt());

@@ -222,12 +222,13 @@ fn wireguard_daemons_killed_and_upgraded_lose_no_packet() {
 
 /// The key of the first host is replaced. Its peers see the new one in its lease. Packets wait in
 /// the kernel until the next handshake, at most 128 for each peer (linux `MAX_STAGED_PACKETS`):
-/// here those of 25 seconds, because a guest on a busy machine is slow.
+/// here 25 seconds of them, because a guest on a busy machine is slow.
 #[test]
 fn wireguard_loses_no_packet_while_a_key_is_replaced() {
     in_qemu(&[&MODULES[..], &MORE_MODULES].concat(), || {
         let lab = up("wireguard");
-        let (host, peer) = (&lab.hosts()[0], &lab.hosts()[1]);
+        let host = &lab.hosts()[0];
+        let peer = &lab.hosts()[1];
         let key = |host: &Host| host.run("wg", &["show", "flannel-wg", "public-key"]).unwrap();
         let known = || peer.run("wg", &["show", "flannel-wg", "peers"]).unwrap();
         let old = key(host);

@@ -22,7 +22,7 @@ use crate::traffic;
 const PATIENCE: Duration = Duration::from_secs(90);
 /// The UDP port of all nodes.
 const PORT: u16 = 8285;
-/// A host that is no node.
+/// A host that is not a node.
 const STRANGER: &str = "192.168.77.200";
 const PACKETS: usize = 200;
 
@@ -70,7 +70,8 @@ fn why_explains_the_path_through_the_process() {
     as_root(|| {
         let lab = up();
         let [host, other] = lab.hosts() else { panic!("two hosts") };
-        let (to, node) = (pod(other).1, other.addresses().v4.unwrap());
+        let to = pod(other).1;
+        let node = other.addresses().v4.unwrap();
         let good = format!("packets go through flannel0 to {node}, everything is in place");
         let report = why(&lab, host, to, &good);
         let subnet = other.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
@@ -120,7 +121,7 @@ pub(crate) fn metric(host: &Host, name: &str) -> u64 {
     value(&page()).unwrap()
 }
 
-/// The counts of a host: packets and bytes, in the status. They are those of the metrics.
+/// The counts of packets and bytes in the status of a host. They equal the metrics.
 fn counts(lab: &Lab, host: &Host, direction: &str) -> (u64, u64) {
     let status = || {
         let traffic = ctl(lab, host, &["status"])["network"]["traffic"].clone();
@@ -130,7 +131,8 @@ fn counts(lab: &Lab, host: &Host, direction: &str) -> (u64, u64) {
     let before = eventually(PATIENCE, status, || "the status has no traffic");
     let count = |what: &str| {
         let name = format!("flannel_data_plane_{what}_total{{direction=\"{direction}\"}}");
-        let (before, now) = (&before[format!("{direction}_{what}")], metric(host, &name));
+        let before = &before[format!("{direction}_{what}")];
+        let now = metric(host, &name);
         // The daemons' probes go on meanwhile.
         assert!(before.as_u64().is_some_and(|before| before <= now), "{before}, then {now}");
         now
@@ -177,7 +179,8 @@ fn packets_are_counted_and_forged_ones_are_reported() {
         let lab = up();
         let [host, other] = lab.hosts() else { panic!("two hosts") };
         let ((near, from), (far, to)) = (pod(host), pod(other));
-        let (sent, received) = (counts(&lab, host, "sent"), counts(&lab, other, "received"));
+        let sent = counts(&lab, host, "sent");
+        let received = counts(&lab, other, "received");
         let inbox = far.run(|| UdpSocket::bind((to, 5000))).unwrap().unwrap();
         inbox.set_read_timeout(Some(PATIENCE)).unwrap();
         let outbox = near.run(|| UdpSocket::bind((from, 0))).unwrap().unwrap();
@@ -186,7 +189,8 @@ fn packets_are_counted_and_forged_ones_are_reported() {
             assert_eq!(receive_from(&inbox, &mut [0; 200]).unwrap().0, 100);
         }
         // With the headers of IP and UDP.
-        let (packets, bytes) = (PACKETS as u64, PACKETS as u64 * 128);
+        let packets = PACKETS as u64;
+        let bytes = PACKETS as u64 * 128;
         for (before, host, direction) in [(sent, host, "sent"), (received, other, "received")] {
             // The daemon reads the counts once a second.
             let now = || counts(&lab, host, direction);
@@ -301,7 +305,7 @@ fn a_data_plane_of_udp_with_another_version_is_replaced_without_the_loss_of_a_pa
     });
 }
 
-/// The state of a host's data plane; `None`: nobody answers.
+/// The state of a host's data plane, or `None` if nobody answers.
 fn data_plane_status(host: &Host) -> Option<Value> {
     let mut stream = UnixStream::connect(host.dir().join("state/udp/socket")).ok()?;
     stream.write_all(b"\"status\"\n").ok()?;
@@ -339,7 +343,8 @@ fn a_data_plane_of_udp_that_was_killed_is_back() {
 fn a_change_to_alloc_leaves_no_device_and_no_data_plane() {
     as_root(|| {
         let lab = up();
-        let (file, new) = (lab.registry().join("config"), lab.registry().join("config.new"));
+        let file = lab.registry().join("config");
+        let new = lab.registry().join("config.new");
         let mut config: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
         config["Backend"] = json!({ "Type": "alloc" });
         fs::write(&new, config.to_string()).unwrap();

@@ -36,7 +36,8 @@ fn templates() -> BTreeMap<String, String> {
 
 /// The paths of the values with a default. What goes to Kubernetes unchanged is one value.
 fn defaults() -> BTreeSet<String> {
-    let (mut names, mut open) = (BTreeSet::new(), vec![(String::new(), yaml("values.yaml"))]);
+    let mut names = BTreeSet::new();
+    let mut open = vec![(String::new(), yaml("values.yaml"))];
     while let Some((path, value)) = open.pop() {
         let unchanged = path.ends_with("Probe") || path.ends_with("resources");
         match value {
@@ -69,7 +70,8 @@ fn optional() -> BTreeSet<String> {
 fn all_files_name_the_image_of_the_chart() {
     let image = &yaml("values.yaml")["flannel"]["image"];
     let text = |field: &str| image[field].as_str().unwrap().to_owned();
-    let (repository, tag) = (text("repository"), text("tag"));
+    let repository = text("repository");
+    let tag = text("tag");
     let mut named = 0;
     for dir in ["../docs", ".", ".."] {
         for entry in fs::read_dir(file(dir)).unwrap() {
@@ -128,7 +130,8 @@ fn templates_use_exactly_the_documented_values() {
 fn the_schema_names_only_known_values() {
     let schema: Value = serde_json::from_str(&read("values.schema.json")).unwrap();
     let known: BTreeSet<String> = optional().union(&defaults()).cloned().collect();
-    let (mut open, mut typed) = (vec![(String::new(), &schema)], 0);
+    let mut open = vec![(String::new(), &schema)];
+    let mut typed = 0;
     while let Some((path, schema)) = open.pop() {
         match schema["properties"].as_object() {
             Some(fields) => open.extend(fields.iter().map(|(name, schema)| {
@@ -156,7 +159,8 @@ fn the_manifests_follow_the_templates() {
             let source = format!("# Source: flannel/templates/{name}");
             let documents = text.split("---\n").filter(|part| part.starts_with(&source));
             let mut lines = documents.flat_map(|document| document.lines().skip(1));
-            let (mut depth, mut compared) = (0, 0);
+            let mut depth = 0;
+            let mut compared = 0;
             // Comments are actions too.
             let template = template.split_once("*/ -}}\n").map_or(&*template, |(_, rest)| rest);
             for line in template.lines() {
@@ -181,7 +185,8 @@ fn the_manifests_follow_the_templates() {
 
 #[test]
 fn the_default_values_are_in_the_manifest() {
-    let (values, objects) = (yaml("values.yaml"), manifest());
+    let values = yaml("values.yaml");
+    let objects = manifest();
     let flannel = &values["flannel"];
     let image = |values: &Value| {
         let [repository, tag] = ["repository", "tag"].map(|name| values[name].as_str().unwrap());
@@ -244,7 +249,8 @@ fn the_dual_stack_chart_is_valid_for_the_api_and_flanneld() {
 /// new privileges.
 #[test]
 fn a_container_of_udp_is_privileged_and_has_the_device() {
-    let (objects, without) = (udp(), manifest());
+    let objects = udp();
+    let without = manifest();
     objects.iter().for_each(|object| known_to_the_api(object).unwrap());
     let data = &of_kind(&objects, "ConfigMap")["data"];
     let config = Config::parse(data["net-conf.json"].as_str().unwrap()).unwrap();
@@ -264,7 +270,8 @@ fn a_container_of_udp_is_privileged_and_has_the_device() {
     expected["securityContext"].take();
     assert_eq!(main, expected);
     let pod = |objects: &[Value]| of_kind(objects, "DaemonSet")["spec"]["template"]["spec"].clone();
-    let (mut volumes, before) = (pod(&objects)["volumes"].take(), pod(&without)["volumes"].take());
+    let mut volumes = pod(&objects)["volumes"].take();
+    let before = pod(&without)["volumes"].take();
     let device = json!({ "path": "/dev/net/tun", "type": "CharDevice" });
     let last = volumes.as_array_mut().unwrap().pop();
     assert_eq!(last, Some(json!({ "name": "tun", "hostPath": device })));

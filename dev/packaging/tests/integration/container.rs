@@ -89,12 +89,13 @@ impl Node {
         node
     }
 
-    /// Replaces the pod by that of `set`, and creates missing directories of the host.
+    /// Replaces the pod by the pod of `set`, and creates missing directories of the host.
     pub(crate) fn take(&mut self, set: &Value) {
         self.pod = set["spec"]["template"]["spec"].clone();
         for volume in self.pod["volumes"].as_array().unwrap() {
             let Some(path) = volume["hostPath"]["path"].as_str() else { continue };
-            let (of_machine, path) = (PathBuf::from(path), self.host(path));
+            let of_machine = PathBuf::from(path);
+            let path = self.host(path);
             match volume["hostPath"]["type"].as_str().unwrap() {
                 "DirectoryOrCreate" => fs::create_dir_all(path).unwrap(),
                 "FileOrCreate" => {

@@ -41,7 +41,8 @@ impl Cluster {
     fn new(objects: Vec<Value>) -> Self {
         let mut node = Node::new(of_kind(&objects, "DaemonSet"), of_kind(&objects, "ConfigMap"));
         let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
-        let (certificate, key) = (signed.cert.pem(), signed.signing_key.serialize_pem());
+        let certificate = signed.cert.pem();
+        let key = signed.signing_key.serialize_pem();
         let server = node.net.run(|| ApiServer::with_tls(&certificate, &key)).unwrap();
         let account = node.host("/account");
         fs::create_dir(&account).unwrap();
@@ -55,7 +56,8 @@ impl Cluster {
         server.expect_token("a-token");
         forbid_other_requests(&server, &of_kind(&objects, "ClusterRole")["rules"]);
         let spec = |n: u8| {
-            let (v4, v6) = (format!("10.244.{n}.0/24"), format!("fd00:10:244:{n}::/64"));
+            let v4 = format!("10.244.{n}.0/24");
+            let v6 = format!("fd00:10:244:{n}::/64");
             json!({ "podCIDR": v4, "podCIDRs": [v4, v6] })
         };
         server.put_node(NODE_NAME, json!({ "spec": spec(7) }));
@@ -298,7 +300,8 @@ impl Daemon<'_> {
     fn stop(mut self) {
         let others = self.others();
         let kill = Command::new("kill").arg(self.process.id().to_string()).status().unwrap();
-        let (process, cluster) = (&mut self.process, self.cluster);
+        let process = &mut self.process;
+        let cluster = self.cluster;
         let ended = || process.try_wait().unwrap();
         let status = eventually(PATIENCE, ended, || format!("it still runs:\n{}", cluster.log()));
         assert!(kill.success() && status.success(), "{}", self.cluster.log());

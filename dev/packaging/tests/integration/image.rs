@@ -148,7 +148,8 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
         assert!(!ignored.lines().any(is_in), "{needed}");
     }
     // The C library of both stages is the same, and the compiler is new enough.
-    let (rust, debian) = (of(build, "FROM")[0], of(last, "FROM")[0]);
+    let rust = of(build, "FROM")[0];
+    let debian = of(last, "FROM")[0];
     let (version, release) = rust
         .strip_prefix("rust:")
         .unwrap()
@@ -200,7 +201,8 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
 #[test]
 fn mk_docker_opts_writes_options_for_docker() {
     let dir = tempfile::tempdir().unwrap();
-    let (env, options) = (dir.path().join("subnet.env"), dir.path().join("docker.env"));
+    let env = dir.path().join("subnet.env");
+    let options = dir.path().join("docker.env");
     fs::write(
         &env,
         "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\n\

@@ -79,7 +79,8 @@ fn the_kustomization_renders_the_manifest() {
 #[test]
 fn an_overlay_changes_image_and_network() {
     let dir = tempfile::tempdir().unwrap();
-    let (base, overlay) = (dir.path().join("base"), dir.path().join("overlay"));
+    let base = dir.path().join("base");
+    let overlay = dir.path().join("overlay");
     fs::create_dir(&base).unwrap();
     fs::create_dir(&overlay).unwrap();
     for name in ["kustomization.yaml", "kube-flannel.yml"] {
@@ -123,7 +124,8 @@ fn the_documented_overlay_renders_valid_objects() {
         rest.split_once("```").unwrap().0.to_owned()
     };
     let dir = tempfile::tempdir().unwrap();
-    let (base, overlay) = (dir.path().join("flannel/deploy"), dir.path().join("overlay"));
+    let base = dir.path().join("flannel/deploy");
+    let overlay = dir.path().join("overlay");
     fs::create_dir_all(&base).unwrap();
     fs::create_dir(&overlay).unwrap();
     for name in ["kustomization.yaml", "kube-flannel.yml"] {
@@ -174,7 +176,8 @@ fn containers_have_only_needed_capabilities() {
     let pod = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"];
     assert_eq!(pod["securityContext"]["seccompProfile"]["type"], "RuntimeDefault");
     let all = |name: &str| pod[name].as_array().unwrap().clone();
-    let (init, main) = (all("initContainers"), all("containers"));
+    let init = all("initContainers");
+    let main = all("containers");
     for container in init.iter().chain(&main) {
         let context = &container["securityContext"];
         assert_eq!(context["capabilities"]["drop"], json!(["ALL"]), "{}", container["name"]);
@@ -246,7 +249,8 @@ fn references_between_objects_resolve() {
 /// It must not have flanneld's labels, and must run on the same nodes.
 #[test]
 fn the_cleanup_runs_on_the_nodes_of_flannel_with_other_labels() {
-    let (flannel, cleanup) = (manifest(), cleanup());
+    let flannel = manifest();
+    let cleanup = cleanup();
     cleanup.iter().for_each(|object| known_to_the_api(object).unwrap());
     let [flannel, cleanup] = [&flannel, &cleanup].map(|objects| of_kind(objects, "DaemonSet"));
     assert_eq!(cleanup["metadata"]["namespace"], flannel["metadata"]["namespace"]);

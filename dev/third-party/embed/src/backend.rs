@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::address::Family;
-use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::{LinkName, Route, Via};
@@ -42,17 +42,15 @@ impl Backend for Router {
         let mtu = node.uplink.mtu;
         let gateway = self.0;
         let footprint = self.footprint(config, Some(link))?;
-        let offer =
-            Offer { public: node.uplink.public, kind: "router".into(), ..Offer::default() };
+        let offer = Offer { public: node.uplink.public, ..Offer::default() };
         Ok(Prepared::new(offer, move |_| {
             let mut blueprint = Blueprint::new(mtu, move |subnets, _offer, _env, objects| {
                 let via = Via::Gateway { gateway, link, onlink: false };
                 objects.extend(subnets.iter().map(|dst| Route { dst, via, mtu: None }.into()));
                 Ok(())
             });
-            blueprint.lease_type = Some("router");
             blueprint.footprint = footprint;
-            Ok(Built::Kernel(blueprint))
+            Ok(blueprint)
         }))
     }
 }
@@ -73,7 +71,7 @@ pub async fn routes() -> anyhow::Result<()> {
     let host = Host::new(uplink, kernel, subnets.clone());
     let config = subnets.network_config().await?;
     let backend = Router("192.0.2.254".parse()?);
-    let network = host.join(&backend, &config, JoinOptions::default()).await?;
+    let network = host.join(&backend, &config, JoinOptions::default()).await?.network;
     let mut status = network.handle().status;
     tokio::select! {
         ended = network.run(subnets.watch_leases().await?) => anyhow::bail!("{ended:?}"),

@@ -9,7 +9,7 @@ use flannel_core::object::{Change, Object};
 pub(super) use libc::EINVAL;
 use tokio::sync::mpsc::UnboundedSender;
 
-use crate::commands::files::{Files, State, Stored};
+use crate::commands::files::{Files, Progress, Stored};
 use crate::commands::task::{Of, Task};
 
 /// A command that removes something is tried so often, and for so long. Then it is taken for
@@ -122,8 +122,9 @@ impl Queue {
     /// The next change that can begin, which then runs.
     pub(super) fn next(&mut self) -> Option<Job> {
         let of_node = || self.entries.iter().filter(|(_, entry)| entry.is_of_node());
-        let is_done =
-            |entry: &Entry| entry.stored.as_ref().is_some_and(|stored| stored.state == State::Done);
+        let is_done = |entry: &Entry| {
+            entry.stored.as_ref().is_some_and(|stored| stored.state == Progress::Done)
+        };
         // A peer has the earlier lease of this node.
         let was_of_node =
             |subnet: &Subnet| self.entries.get(subnet).is_some_and(Entry::stores_node);

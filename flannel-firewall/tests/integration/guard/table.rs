@@ -21,7 +21,8 @@ fn subnet(text: &str) -> Subnet {
     text.parse().unwrap()
 }
 
-/// A peer with two subnets of different lengths, two with one, and the ends of the tunnel.
+/// A peer with two subnets of different lengths, two peers with one subnet each, and the ends of
+/// the tunnel.
 fn records(guard: &Guard) -> [Record; 6] {
     [
         guard.peer(subnet("10.1.8.0/24"), host(Family::V4, 8)),
@@ -33,7 +34,7 @@ fn records(guard: &Guard) -> [Record; 6] {
     ]
 }
 
-/// What another run finds.
+/// The records that another run finds.
 fn found(guard: &Guard) -> Vec<String> {
     let anew = Guard::new(NAME).records().unwrap();
     assert_eq!(texts(&guard.records().unwrap()), texts(&anew));
@@ -41,7 +42,8 @@ fn found(guard: &Guard) -> Vec<String> {
     texts(&anew)
 }
 
-/// Also the ends of an earlier run. The engine deletes one with another address or port at once.
+/// Checks that ends are put last, also the ends of an earlier run. The engine deletes an end with
+/// another address or port at once.
 fn assert_ends_come_last(records: &[Record]) {
     for record in records {
         let is_of_peer = record.data().starts_with("from ");
@@ -59,7 +61,8 @@ fn texts(records: &[Record]) -> Vec<String> {
 fn a_table_has_the_records_that_were_put() {
     in_netns(|| {
         let guard = Guard::new(NAME);
-        assert_eq!((guard.records(), guard.refused()), (Ok(Vec::new()), None));
+        assert_eq!(guard.records(), Ok(Vec::new()));
+        assert_eq!(guard.refused(), None);
         guard.may_guard().unwrap();
         assert!(nft("list tables").is_empty(), "a trial leaves nothing");
         let all = records(&guard);
@@ -70,7 +73,7 @@ fn a_table_has_the_records_that_were_put() {
                 let so_far: Vec<_> = all.iter().cycle().skip(first).take(n + 1).cloned().collect();
                 assert_eq!(found(&guard), texts(&so_far));
             }
-            // The same again changes nothing.
+            // Records that are in place change nothing.
             apply(&guard, &puts(all.clone()));
             assert_eq!(found(&guard), texts(&all));
             for (n, record) in all.iter().cycle().skip(first).take(all.len()).enumerate() {
@@ -93,8 +96,8 @@ fn changed_records_change_the_table() {
         // address: the engine puts the new end before it deletes the old one.
         let taken = guard.peer(subnet("10.1.8.0/24"), host(Family::V4, 9));
         let moved = guard.peer(subnet_of(Family::V6, 9), host(Family::V6, 8));
-        let new_end = TunnelEnd { local: host(Family::V4, 77), ..end(Family::V4, "tunnel", true) };
-        let new_end = guard.tunnel(&new_end);
+        let new_end = guard
+            .tunnel(&TunnelEnd { local: host(Family::V4, 77), ..end(Family::V4, "tunnel", true) });
         let mut changes = puts([taken.clone(), moved.clone(), new_end.clone()]);
         changes.extend(deletes([all[4].clone()]));
         apply(&guard, &changes);
@@ -105,8 +108,8 @@ fn changed_records_change_the_table() {
         let mut changes = deletes([all[1].clone()]);
         changes.extend(puts([back.clone()]));
         apply(&guard, &changes);
-        let without = |record: &&Record| record.subnet != all[1].subnet;
-        let mut now: Vec<Record> = wanted.iter().filter(without).cloned().collect();
+        let mut now = wanted.to_vec();
+        now.retain(|record| record.subnet != all[1].subnet);
         now.push(back);
         assert_eq!(found(&guard), texts(&now));
         // Other kinds of ends.
@@ -126,12 +129,12 @@ fn changed_records_change_the_table() {
         }
         // More than a transaction has room for.
         let before = found(&guard).len();
-        let peer = |n: u32| {
+        let mut many = Vec::new();
+        for n in 0..9000 {
             let base = Ipv4Addr::from_bits(0x0a02_0000 + (n << 8));
             let node = Ipv4Addr::from_bits(0xc612_0000 + n);
-            guard.peer(Subnet::new(base.into(), 24).unwrap(), node.into())
-        };
-        let many: Vec<Record> = (0..9000).map(peer).collect();
+            many.push(guard.peer(Subnet::new(base.into(), 24).unwrap(), node.into()));
+        }
         apply(&guard, &puts(many.clone()));
         assert_eq!(found(&guard).len(), before + many.len());
         apply(&guard, &deletes(many));
@@ -174,27 +177,26 @@ fn a_table_that_another_program_changes_is_noticed_and_repaired() {
             let found = guard.records().unwrap();
             assert_ne!(texts(&found), texts(&all), "{damage}");
             assert_ends_come_last(&found);
-            // As the engine does.
-            let missing = all.iter().filter(|record| !found.contains(record)).cloned();
-            let strange =
+            // The engine puts the missing records, and deletes the records that are not desired.
+            let missing = all.iter().filter(|record| !found.contains(record));
+            let undesired =
                 found.iter().filter(|record| all.iter().all(|known| known.subnet != record.subnet));
-            let mut repairs = puts(missing);
-            repairs.extend(deletes(strange.cloned()));
+            let mut repairs = puts(missing.cloned());
+            repairs.extend(deletes(undesired.cloned()));
             apply(&guard, &repairs);
             assert_eq!(texts(&guard.records().unwrap()), texts(&all), "{damage}");
         }
-        // Its own changes are no events.
+        // Its own changes are not reported.
         tokio::select! {
             biased;
             own = changes.next() => panic!("{own:?}"),
             () = async { for _ in 0..100 { tokio::task::yield_now().await; } } => {}
         }
-        // A change between the look and the repair.
+        // A change between the read and the repair.
         guard.records().unwrap();
         nft("flush ruleset");
         apply(&guard, &deletes([all[0].clone()]));
-        let lost = guard.records().unwrap();
-        assert_eq!(lost, [], "the engine puts all that it misses");
+        assert_eq!(guard.records().unwrap(), [], "the engine puts the missing records");
     });
 }
 
@@ -218,7 +220,7 @@ fn a_record_of_another_annex_is_refused() {
     });
 }
 
-/// Go flannel would not add new nodes to them.
+/// Go flannel would not add new nodes to the tables of guards.
 #[test]
 fn guards_are_removed_for_go_flannel() {
     in_netns_async(|| async {
@@ -242,12 +244,11 @@ fn a_guard_has_a_table_in_each_namespace() {
         let guard = Guard::new(NAME);
         apply(&guard, &puts(records(&guard)));
         let elsewhere = flannel_netlink::testing::Netns::new().unwrap();
-        let of_elsewhere = elsewhere.run(|| {
-            let before = guard.records().unwrap();
+        elsewhere.run(|| {
+            assert_eq!(guard.records(), Ok(Vec::new()));
             apply(&guard, &puts([guard.peer(subnet_of(Family::V4, 3), host(Family::V4, 3))]));
-            (before, guard.records().unwrap().len())
+            assert_eq!(guard.records().unwrap().len(), 1);
         });
-        assert_eq!(of_elsewhere, (Vec::new(), 1));
         assert_eq!(found(&guard), texts(&records(&guard)));
     });
 }

@@ -6,40 +6,42 @@ use flannel_core::object::{Fou, LinkKind, LinkName};
 
 use super::ipip::{IPIP, attr};
 use super::{KindMessage, LinkCodec, LinkMessage, is_set};
-use crate::codec::fou::{Open, Port};
+use crate::codec::fou::{OpenPort, Port};
 use crate::transport::wire::{Attributes, Messages, ip_of, u16_of, u32_of};
 
 /// `TUNNEL_ENCAP_FOU`.
 const FOU: u16 = 1;
-/// `TUNNEL_ENCAP_FLAG_CSUM`: datagrams have a checksum, as those of Go flannel.
+/// `TUNNEL_ENCAP_FLAG_CSUM`: datagrams have a checksum, as with Go flannel.
 const CHECKSUMS: u16 = 1;
 
 /// `IFLA_INFO_DATA` of a device with UDP headers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FouMessage {
     local: Ipv4Addr,
-    /// The index of the lower device; 0 if there is none.
+    /// The index of the lower device, or 0 if there is no lower device.
     pub(super) lower: u32,
-    /// The UDP port to which datagrams go, and the one from which they leave; 0: any.
-    ports: [u16; 2],
+    /// The UDP port to which datagrams go.
+    destination: u16,
+    /// The UDP port from which datagrams leave, or 0 if the kernel chooses one for each flow.
+    source: u16,
     /// An attribute has another value than a new device of flannel has.
     differs: bool,
     /// The kernel cannot reset an attribute. Such a device is deleted and created again.
     unrepresentable: bool,
-    /// Whether datagrams are received at the port; `None`: it was not read.
+    /// Whether datagrams are received at the port, or `None` if the open ports were not read.
     listens: Option<bool>,
 }
 
-/// Reads `IFLA_INFO_DATA` of an ipip device; `None`: it has no UDP headers.
+/// Reads `IFLA_INFO_DATA` of an ipip device. `None` if it has no UDP headers.
 pub(super) fn read(data: &[u8]) -> Option<FouMessage> {
-    let has_fou = |(id, value)| id == attr::ENCAP_TYPE && u16_of(value) == Some(FOU);
-    if !Attributes(data).any(has_fou) {
+    if !Attributes(data).any(|(id, value)| id == attr::ENCAP_TYPE && u16_of(value) == Some(FOU)) {
         return None;
     }
     let mut read = FouMessage {
         local: Ipv4Addr::UNSPECIFIED,
         lower: 0,
-        ports: [0; 2],
+        destination: 0,
+        source: 0,
         differs: false,
         unrepresentable: false,
         listens: None,
@@ -53,8 +55,8 @@ pub(super) fn read(data: &[u8]) -> Option<FouMessage> {
                     read.local = local;
                 }
             }
-            attr::ENCAP_DPORT => read.ports[0] = port(value),
-            attr::ENCAP_SPORT => read.ports[1] = port(value),
+            attr::ENCAP_DPORT => read.destination = port(value),
+            attr::ENCAP_SPORT => read.source = port(value),
             attr::ENCAP_FLAGS => read.differs |= u16_of(value) != Some(CHECKSUMS),
             attr::TTL | attr::TOS | attr::PMTUDISC | attr::FWMARK => {
                 read.differs |= is_set(value);
@@ -72,25 +74,29 @@ pub(super) fn read(data: &[u8]) -> Option<FouMessage> {
 impl FouMessage {
     /// Whether [`FouMessage::object`] represents all attributes that this type reads.
     pub(super) const fn is_exact(&self) -> bool {
-        let [_, source] = self.ports;
-        let is_source_known = source == 0 || source == self.ports[0];
-        !self.differs && is_source_known && !matches!(self.listens, Some(false))
+        let is_source_usual = self.source == 0 || self.source == self.destination;
+        !self.differs && is_source_usual && !matches!(self.listens, Some(false))
     }
 
-    /// The attributes; `None` if they are unrepresentable.
+    /// The attributes, or `None` if they are unrepresentable.
     pub(super) fn object(&self, lower: Option<LinkName>) -> Option<LinkKind> {
-        let (local, [port, source]) = (self.local, self.ports);
-        (!self.unrepresentable).then(|| Fou { local, lower, port, one_port: source != 0 }.into())
+        if self.unrepresentable {
+            return None;
+        }
+        let fou =
+            Fou { local: self.local, lower, port: self.destination, one_port: self.source != 0 };
+        Some(fou.into())
     }
 
-    /// Where datagrams are received.
+    /// The address and the port at which datagrams are received.
     pub(super) const fn port(&self) -> Port {
-        Port { local: self.local, port: self.ports[0] }
+        Port { local: self.local, port: self.destination }
     }
 }
 
 impl LinkMessage {
-    /// Where the datagrams of a device are received; `None`: it has no UDP headers.
+    /// The address and the port at which the datagrams of a device are received, or `None` if it
+    /// has no UDP headers.
     pub(crate) const fn fou_port(&self) -> Option<Port> {
         match &self.kind {
             KindMessage::Fou(fou) => Some(fou.port()),
@@ -98,20 +104,20 @@ impl LinkMessage {
         }
     }
 
-    /// Adds the ports at which the kernel receives.
-    pub(crate) fn add_fou_ports(&mut self, ports: &[Open]) {
+    /// Notes whether the port of the device is among those at which the kernel receives.
+    pub(crate) fn add_fou_ports(&mut self, ports: &[OpenPort]) {
         if let KindMessage::Fou(fou) = &mut self.kind {
             fou.listens = Some(ports.iter().any(|port| port.receives_for(fou.port())));
         }
     }
 }
 
-/// The attributes of a device with UDP headers; `None` if it is of another kind.
+/// The attributes of a device with UDP headers, or `None` if it is of another kind.
 fn found(is: &LinkMessage) -> Option<&FouMessage> {
     if let KindMessage::Fou(found) = &is.kind { Some(found) } else { None }
 }
 
-/// The attributes that make a tunnel one with UDP headers.
+/// Adds the attributes that give the packets of a tunnel UDP headers.
 pub(super) fn encapsulation(data: &mut Messages, port: u16, one_port: bool) {
     let source = if one_port { port } else { 0 };
     data.attr(attr::ENCAP_TYPE, &FOU.to_ne_bytes())
@@ -130,12 +136,17 @@ impl LinkCodec for Fou {
         encapsulation(data, self.port, self.one_port);
     }
 
-    /// All attributes, because the kernel resets those that a request lacks (`ipip_changelink`).
+    /// Adds all attributes, because the kernel resets the attributes that a request lacks
+    /// (`ipip_changelink`).
     fn change(&self, is: &LinkMessage, data: &mut Messages, lower: u32) {
         let Some(is) = found(is) else { return };
         let source = if self.one_port { self.port } else { 0 };
-        let wanted = (self.local, lower, [self.port, source]);
-        if is.differs || (is.local, is.lower, is.ports) != wanted {
+        if is.differs
+            || is.local != self.local
+            || is.lower != lower
+            || is.destination != self.port
+            || is.source != source
+        {
             self.create(data, lower);
             data.u32(attr::FWMARK, 0);
         }
@@ -145,17 +156,17 @@ impl LinkCodec for Fou {
         false
     }
 
-    /// The device that user space serves has the same name.
+    /// The tun device, which user space serves, has the same name and purpose.
     fn replaces(&self, is: &LinkMessage) -> bool {
         matches!(&is.kind, KindMessage::Tun(tun) if tun.is_ours())
     }
 
-    /// Ours has its name.
+    /// There can be several devices with UDP headers. The name tells which one is ours.
     fn is_same_network(&self, is: &LinkMessage) -> bool {
         found(is).is_some()
     }
 
-    /// Also a tunnel without UDP headers.
+    /// A tunnel without UDP headers excludes the device too.
     ///
     /// **Source**: linux `net/ipv4/ip_tunnel.c: ip_tunnel_find`.
     fn excludes(&self, is: &LinkMessage) -> bool {
@@ -164,7 +175,7 @@ impl LinkCodec for Fou {
             KindMessage::Ipip(is) => is.is_for_all_at(self.local),
             _ => false,
         };
-        // Which lower device it is, the kernel has compared.
+        // The kernel has compared which lower device it is.
         is_same && (is.lower() != 0) == self.lower.is_some()
     }
 
@@ -210,8 +221,8 @@ mod tests {
             });
             let found = read(&changed).unwrap();
             assert_ne!(found, healthy, "attribute {id} causes an event");
-            let result = (found.object(None).is_some(), found.is_exact());
-            assert_eq!(result, (is_object, !is_object), "attribute {id}");
+            assert_eq!(found.object(None).is_some(), is_object, "attribute {id}");
+            assert_eq!(found.is_exact(), !is_object, "attribute {id}");
         }
         let silent = FouMessage { listens: Some(false), ..healthy };
         assert!(!silent.is_exact(), "nothing receives");
@@ -220,6 +231,7 @@ mod tests {
     #[test]
     fn a_tunnel_without_udp_headers_is_another_device() {
         let plain = bytes(|data| _ = data.attr(attr::ENCAP_TYPE, &[0, 0]));
-        assert_eq!((read(&plain), read(&[])), (None, None));
+        assert_eq!(read(&plain), None);
+        assert_eq!(read(&[]), None);
     }
 }

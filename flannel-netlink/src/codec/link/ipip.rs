@@ -36,20 +36,20 @@ pub(super) const IPIP: u8 = 4;
 /// `IFLA_INFO_DATA` of an ipip device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct IpipMessage {
-    /// The source address of outer packets; `None` if the kernel chooses it.
+    /// The source address of outer packets, or `None` if the kernel chooses it.
     local: Option<Ipv4Addr>,
-    /// The index of the lower device; 0 if there is none.
+    /// The index of the lower device, or 0 if there is no lower device.
     pub(super) lower: u32,
     /// An attribute of [`ZERO`] is not 0.
     differs: bool,
-    /// It has a remote address, external tunnel metadata, another encapsulation, or carries other
-    /// packets than those of IPv4. The kernel cannot reset them. Such a device is deleted and
+    /// It has a remote address, external tunnel metadata, another encapsulation, or carries packets
+    /// other than IPv4. The kernel cannot reset these attributes. Such a device is deleted and
     /// created again.
     unrepresentable: bool,
 }
 
 impl IpipMessage {
-    /// Whether it takes packets of all hosts to this address.
+    /// Whether it receives the packets of all hosts that are sent to this address.
     pub(super) fn is_for_all_at(&self, local: Ipv4Addr) -> bool {
         self.local == Some(local) && !self.unrepresentable
     }
@@ -85,22 +85,22 @@ impl IpipMessage {
         !self.differs
     }
 
-    /// The attributes; `None` if they are unrepresentable.
+    /// The attributes, or `None` if they are unrepresentable.
     pub(super) fn object(&self) -> Option<LinkKind> {
-        // A device without a source address becomes ours by a change in place.
+        // A change in place gives a device without a source address ours.
         let local = self.local.unwrap_or(Ipv4Addr::UNSPECIFIED);
         (!self.unrepresentable).then_some(LinkKind::Ipip(Ipip { local }))
     }
 }
 
-/// The ipip attributes of a device; `None` if it is of another kind.
+/// The ipip attributes of a device, or `None` if it is of another kind.
 fn found(is: &LinkMessage) -> Option<&IpipMessage> {
     if let KindMessage::Ipip(found) = &is.kind { Some(found) } else { None }
 }
 
 impl LinkCodec for Ipip {
-    /// **Source**: the attributes are those of flannel `pkg/backend/ipip/ipip.go: newTunnelDevice`.
-    /// Different on purpose: the device carries packets of IPv4 only, and not of MPLS.
+    /// **Source**: flannel `pkg/backend/ipip/ipip.go: newTunnelDevice` sets the same attributes,
+    /// except that its device also carries MPLS packets. This one carries only IPv4 packets.
     fn create(&self, data: &mut Messages, _: u32) {
         data.ip(attr::LOCAL, self.local.into()).attr(attr::PROTO, &[IPIP]);
         for (id, size) in ZERO.iter().filter(|(id, _)| ![attr::LINK, attr::FWMARK].contains(id)) {
@@ -108,7 +108,8 @@ impl LinkCodec for Ipip {
         }
     }
 
-    /// All attributes, because the kernel resets those that a request lacks (`ipip_changelink`).
+    /// Adds all attributes, because the kernel resets the attributes that a request lacks
+    /// (`ipip_changelink`).
     fn change(&self, is: &LinkMessage, data: &mut Messages, _: u32) {
         let Some(is) = found(is) else { return };
         if is.differs || is.local != Some(self.local) {
@@ -121,12 +122,12 @@ impl LinkCodec for Ipip {
         false
     }
 
-    /// Without it the kernel makes a device with its default name (`ipip_tunnel_validate`).
+    /// Without attributes the kernel makes a device with its default name (`ipip_tunnel_validate`).
     fn invalid(&self) -> Option<(u16, u8)> {
         Some((attr::PROTO, u8::MAX))
     }
 
-    /// There can be several ipip devices. Ours has its name.
+    /// There can be several ipip devices. The name tells which one is ours.
     fn is_same_network(&self, is: &LinkMessage) -> bool {
         found(is).is_some()
     }
@@ -161,10 +162,8 @@ mod tests {
             [(attr::LOCAL, &[192, 0, 2, 1]), (attr::REMOTE, &[0; 4]), (attr::PROTO, &[IPIP])];
         let found = message(&ours);
         let local = Ipv4Addr::new(192, 0, 2, 1);
-        assert_eq!(
-            (found.object(), found.is_exact()),
-            (Some(LinkKind::Ipip(Ipip { local })), true)
-        );
+        assert_eq!(found.object(), Some(LinkKind::Ipip(Ipip { local })));
+        assert!(found.is_exact());
         let cases: [(u16, &[u8], bool, bool); 7] = [
             (attr::REMOTE, &[192, 0, 2, 7], false, true),
             (attr::PROTO, &[137], false, true),
@@ -176,8 +175,8 @@ mod tests {
         ];
         for (id, value, representable, exact) in cases {
             let found = message(&[ours[0], ours[1], (id, value)]);
-            let result = (found.object().is_some(), found.is_exact());
-            assert_eq!(result, (representable, exact), "{id} {value:?}");
+            assert_eq!(found.object().is_some(), representable, "{id} {value:?}");
+            assert_eq!(found.is_exact(), exact, "{id} {value:?}");
         }
     }
 }

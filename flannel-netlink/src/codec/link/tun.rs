@@ -1,4 +1,4 @@
-//! Tun devices. Programs make them with `/dev/net/tun`, and rtnetlink refuses to.
+//! Tun devices. Programs make them with `/dev/net/tun`. rtnetlink cannot make them.
 //!
 //! **Source**: linux `drivers/net/tun.c: tun_validate, tun_fill_info`.
 
@@ -40,7 +40,7 @@ pub(super) fn read(data: &[u8]) -> TunMessage {
 }
 
 impl TunMessage {
-    /// Whether it is a device as [`Tun`] describes it. Its maker has to make another one.
+    /// Whether it is a device as [`Tun`] describes it. If not, its program has to make another one.
     pub(super) const fn is_ours(&self) -> bool {
         self.is_tun && self.has_vnet_header && self.has_queues
     }
@@ -55,7 +55,7 @@ impl LinkCodec for Tun {
         true
     }
 
-    /// The device that the kernel serves has the same name.
+    /// The ipip device with UDP headers, which the kernel serves, has the same name and purpose.
     fn replaces(&self, is: &LinkMessage) -> bool {
         is.fou_port().is_some()
     }

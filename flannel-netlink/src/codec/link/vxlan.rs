@@ -62,9 +62,9 @@ pub(crate) struct VxlanMessage {
     vni: u32,
     /// The UDP destination port.
     port: u16,
-    /// The source address of outer packets; `None` if the kernel chooses it.
+    /// The source address of outer packets, or `None` if the kernel chooses it.
     local: Option<IpAddr>,
-    /// The index of the lower device; 0 if there is none.
+    /// The index of the lower device, or 0 if there is no lower device.
     pub(super) lower: u32,
     learning: bool,
     gbp: bool,
@@ -84,8 +84,8 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
     // A flag is set if the attribute has no value, or one that is not 0.
     let flag = |value: &[u8]| value.is_empty() || is_set(value);
     for (id, value) in Attributes(data) {
-        if let Some(place) = RESET.iter().position(|(reset, _)| *reset == id) {
-            read.reset[place] = value != RESET[place].1;
+        if let Some(n) = RESET.iter().position(|(reset, _)| *reset == id) {
+            read.reset[n] = value != RESET[n].1;
             continue;
         }
         match id {
@@ -127,22 +127,23 @@ impl VxlanMessage {
         !self.reset.contains(&true)
     }
 
-    /// The attributes; `None` if they are unrepresentable.
+    /// The attributes, or `None` if they are unrepresentable.
     pub(super) fn object(&self, mac: MacAddr, lower: Option<LinkName>) -> Option<LinkKind> {
+        if self.unrepresentable {
+            return None;
+        }
         let Self { vni, port, local, learning, gbp, .. } = *self;
-        (!self.unrepresentable)
-            .then(|| Vxlan { vni, port, mac, local, lower, learning, gbp }.into())
+        Some(Vxlan { vni, port, mac, local, lower, learning, gbp }.into())
     }
 }
 
-/// The vxlan attributes of a device; `None` if it is of another kind.
+/// The vxlan attributes of a device, or `None` if it is of another kind.
 fn found(is: &LinkMessage) -> Option<&VxlanMessage> {
     if let KindMessage::Vxlan(found) = &is.kind { Some(found) } else { None }
 }
 
 impl LinkCodec for Vxlan {
-    /// **Source**: the attributes are those of flannel
-    /// `pkg/backend/vxlan/device.go: newVXLANDevice`.
+    /// **Source**: flannel `pkg/backend/vxlan/device.go: newVXLANDevice` sets the same attributes.
     fn create(&self, data: &mut Messages, lower: u32) {
         data.u32(attr::ID, self.vni).attr(attr::PORT, &self.port.to_be_bytes());
         if lower != 0 {
@@ -198,7 +199,7 @@ impl LinkCodec for Vxlan {
     fn excludes(&self, is: &LinkMessage) -> bool {
         let family = |local: Option<IpAddr>| local.map_or(Family::V4, Family::of);
         found(is).is_some_and(|is| {
-            (is.vni, is.port) == (self.vni, self.port) && family(is.local) == family(self.local)
+            is.vni == self.vni && is.port == self.port && family(is.local) == family(self.local)
         })
     }
 
@@ -215,7 +216,7 @@ fn put_local(data: &mut Messages, local: IpAddr) {
 mod tests {
     use super::*;
 
-    /// The attributes of a device as a kernel reports them that knows all of [`RESET`].
+    /// The attributes of a device, as reported by a kernel that knows all of [`RESET`].
     fn reported() -> Vec<(u16, Vec<u8>)> {
         let mut all = vec![
             (attr::ID, 1_u32.to_ne_bytes().to_vec()),
@@ -247,9 +248,9 @@ mod tests {
         let mac = MacAddr::local([1; 6]);
         let healthy = message(&reported());
         assert!(healthy.is_exact() && healthy.object(mac, None).is_some());
-        for (place, (id, value)) in reported().into_iter().enumerate().skip(2) {
+        for (n, (id, value)) in reported().into_iter().enumerate().skip(2) {
             let mut other = reported();
-            other[place].1 = value.iter().map(|byte| byte ^ 1).collect();
+            other[n].1 = value.iter().map(|byte| byte ^ 1).collect();
             let found = message(&other);
             assert_ne!(found, healthy, "attribute {id} causes an event");
             let in_place = RESET.iter().any(|(reset, _)| *reset == id);

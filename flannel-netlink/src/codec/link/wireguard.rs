@@ -1,5 +1,5 @@
-//! WireGuard devices. Their attributes are not in messages about links, but in those of another
-//! netlink family ([`codec::wireguard`](crate::codec::wireguard)).
+//! WireGuard devices. Messages about links do not have their attributes. They are in messages of
+//! another netlink family ([`codec::wireguard`](crate::codec::wireguard)).
 
 use flannel_core::object::{LinkKind, Secret, Wireguard};
 
@@ -10,20 +10,24 @@ use crate::transport::wire::Messages;
 /// What is known of a WireGuard device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct WireguardMessage {
-    /// Its attributes; `None` if they were not read.
-    device: Option<(Wireguard, bool)>,
+    /// Its attributes, or `None` if they were not read.
+    device: Option<Wireguard>,
+    /// It marks outer packets, which [`Wireguard`] does not represent.
+    has_fwmark: bool,
 }
 
 impl WireguardMessage {
     /// Whether [`WireguardMessage::object`] represents all attributes.
     pub(super) fn is_exact(&self) -> bool {
-        self.device.as_ref().is_none_or(|(_, is_exact)| *is_exact)
+        !self.has_fwmark
     }
 
-    /// The attributes. If they were not read, they are those of a new device.
+    /// The attributes, or the attributes of a new device if they were not read.
     pub(super) fn object(&self) -> LinkKind {
-        let new = || Wireguard { key: Secret::new([0; 32]), port: 0 };
-        self.device.as_ref().map_or_else(new, |(device, _)| device.clone()).into()
+        match &self.device {
+            Some(device) => device.clone().into(),
+            None => Wireguard { key: Secret::new([0; 32]), port: 0 }.into(),
+        }
     }
 }
 
@@ -36,20 +40,20 @@ impl LinkMessage {
 
     /// Adds the attributes of a WireGuard device.
     pub(crate) fn add_wireguard(&mut self, device: &DeviceMessage) {
-        let attributes = Wireguard { key: device.key.clone(), port: device.port };
-        let device = Some((attributes, device.fwmark == 0));
-        self.kind = KindMessage::Wireguard(WireguardMessage { device });
+        self.kind = KindMessage::Wireguard(WireguardMessage {
+            device: Some(Wireguard { key: device.key.clone(), port: device.port }),
+            has_fwmark: device.fwmark != 0,
+        });
     }
 }
 
-/// Messages about links have no attributes of the device. So these functions add none, and another
-/// request sets them.
+/// `create` and `change` add no attributes, because another request sets them.
 impl LinkCodec for Wireguard {
     fn create(&self, _: &mut Messages, _: u32) {}
 
     fn change(&self, _: &LinkMessage, _: &mut Messages, _: u32) {}
 
-    /// There can be several WireGuard devices. Ours has its name.
+    /// There can be several WireGuard devices. The name tells which one is ours.
     fn is_same_network(&self, is: &LinkMessage) -> bool {
         is.is_wireguard()
     }

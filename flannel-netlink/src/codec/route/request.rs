@@ -15,7 +15,7 @@ use super::{
 use crate::codec::{af, put_flags};
 use crate::transport::wire::Messages;
 
-/// The place of the TOS in `struct rtmsg`.
+/// The offset of the TOS in `struct rtmsg`.
 const TOS: usize = 3;
 
 fn header(route: &Route, protocol: u8, scope: RtScope) -> [u8; HEADER] {
@@ -49,9 +49,9 @@ pub(crate) fn is_known(route: &Route) -> bool {
     )
 }
 
-/// Creates a route, or replaces one to the same destination. `index` is that of the link; 0 if the
-/// route has no link. `metrics` adds an empty metrics attribute if the route uses a nexthop object
-/// ([`RouteMessage::has_metrics_by_nexthop`]).
+/// Creates a route, or replaces one to the same destination. `index` is the index of the link, or 0
+/// if the route has no link. If `metrics` is true and the route uses a nexthop object, the request
+/// has an empty metrics attribute ([`RouteMessage::has_metrics_by_nexthop`]).
 pub(crate) fn put(requests: &mut Messages, route: &Route, index: u32, metrics: bool) {
     put_with(put_flags(), requests, route, index, metrics);
 }
@@ -74,7 +74,8 @@ fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32, met
     }
 }
 
-/// Deletes a route with this path and this protocol; 0 is any protocol. The MTU is not compared.
+/// Deletes a route with this path and this protocol, where 0 is any protocol. The MTU is not
+/// compared.
 pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protocol: u8) {
     let scope = match route.via {
         Via::Link(_) if route.dst.family() == Family::V4 => RtScope::Link,
@@ -84,8 +85,8 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
     path(requests, route, index);
 }
 
-/// Limits the last request, a deletion, to a route with this MTU; `None` is a route without one.
-/// IPv6 ignores the limit.
+/// Limits the last request, a deletion, to a route with this MTU. `None` stands for a route without
+/// an MTU. IPv6 ignores the limit.
 ///
 /// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`, where 0 is no MTU.
 pub(crate) fn only_with_mtu(requests: &mut Messages, mtu: Option<u16>) {
@@ -117,8 +118,8 @@ pub(crate) fn delete_found(requests: &mut Messages, found: &RouteMessage) {
     default_metric(requests, &found.dst);
 }
 
-/// Deletes the first route to `dst` of this protocol; 0 is any protocol. For IPv4 it may have any
-/// metric, for IPv6 it has the default metric.
+/// Deletes the first route to `dst` of this protocol, where 0 is any protocol. For IPv4 it may have
+/// any metric, for IPv6 it has the default metric.
 pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
     let header = rtmsg(dst, RtTable::Main, protocol, RtScope::Nowhere, Rtn::Unspec, 0);
     requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, dst.base());
@@ -140,8 +141,8 @@ fn path(requests: &mut Messages, route: &Route, index: u32) {
         Via::Gateway { gateway, .. } => {
             requests.ip(Rta::Gateway, gateway).u32(Rta::Oif, index);
         }
-        Via::Link(_) => drop(requests.u32(Rta::Oif, index)),
-        Via::Nexthop(id) => drop(requests.u32(RTA_NH_ID, id)),
+        Via::Link(_) => _ = requests.u32(Rta::Oif, index),
+        Via::Nexthop(id) => _ = requests.u32(RTA_NH_ID, id),
         // A blackhole has no path.
         _ => {}
     }
@@ -162,7 +163,7 @@ pub(crate) fn everywhere(family: Family) -> Messages {
     in_table(family, 0)
 }
 
-/// Requests all routes of a family in one table; 0 is all tables.
+/// Requests all routes of a family in one table. The table 0 stands for all tables.
 pub(crate) fn in_table(family: Family, table: u32) -> Messages {
     let dst = Subnet::everything(family);
     let header = rtmsg(&dst, RtTable::Main, 0, RtScope::Universe, Rtn::Unspec, 0);

@@ -11,8 +11,9 @@ use flannel_core::kernel::{ChangedBy, Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Key, LinkName, MacAddr, Neigh};
 use neli::consts::rtnl::{RtAddrFamily, Rtm};
 
-use crate::codec::fou::Open;
+use crate::codec::fou::OpenPort;
 use crate::codec::link::LinkMessage;
+use crate::codec::neigh::ProxyEntry;
 use crate::codec::{EventMessage, addr, family_of, link, neigh, nexthop, route};
 use crate::kernel::foreign_routes::ForeignRoutes;
 use crate::kernel::query::{ENODEV, ask_name};
@@ -28,17 +29,21 @@ pub(crate) struct EventDecoder {
     foreign: ForeignRoutes,
     /// The last message about each link, by index.
     links: HashMap<u32, LinkMessage>,
-    /// The proxy entries at the last look: the index of the link, and the address.
-    proxies: BTreeSet<(u32, IpAddr)>,
-    /// The indices of the links whose UDP ports were closed at the last look.
+    /// The proxy entries at the last scan.
+    proxies: BTreeSet<ProxyEntry>,
+    /// The indices of the links whose UDP ports were closed at the last scan.
     closed: BTreeSet<u32>,
     /// The queue of invalidations.
     pending: VecDeque<Invalidation>,
 }
 
-/// An event, and the route protocol of the changed object; `None` for a kind without protocols, and
-/// for a deletion.
-type Decoded = (KernelEvent, Option<u8>);
+/// The content of a message about an object that is not a link.
+struct Decoded {
+    event: KernelEvent,
+    /// The route protocol of the changed object. `None` for a kind without protocols, and for a
+    /// deletion.
+    protocol: Option<u8>,
+}
 
 impl EventDecoder {
     /// Reads the names of all links. Changes by the socket with the port id `port` are our own.
@@ -48,11 +53,18 @@ impl EventDecoder {
         port: u32,
         foreign: ForeignRoutes,
     ) -> Result<Self, KernelError> {
-        let (links, proxies, closed, pending) = Default::default();
-        let mut events = Self { requests, port, foreign, links, proxies, closed, pending };
-        events.learn_names()?;
-        events.proxies = events.read_proxies()?;
-        Ok(events)
+        let mut decoder = Self {
+            requests,
+            port,
+            foreign,
+            links: HashMap::new(),
+            proxies: BTreeSet::new(),
+            closed: BTreeSet::new(),
+            pending: VecDeque::new(),
+        };
+        decoder.learn_names()?;
+        decoder.proxies = decoder.read_proxies()?;
+        Ok(decoder)
     }
 
     /// The next invalidation, in the order of the messages.
@@ -77,22 +89,25 @@ impl EventDecoder {
         Ok(())
     }
 
-    fn read_proxies(&mut self) -> Result<BTreeSet<(u32, IpAddr)>, KernelError> {
+    fn read_proxies(&mut self) -> Result<BTreeSet<ProxyEntry>, KernelError> {
         Ok(self.requests.dump(neigh::proxies(), neigh::read_proxy)?.into_iter().collect())
     }
 
     /// Reads the proxy entries. Queues an invalidation for each that is new.
-    pub(crate) fn look_for_proxies(&mut self) -> Result<(), KernelError> {
+    pub(crate) fn scan_proxies(&mut self) -> Result<(), KernelError> {
         for deleted in self.foreign.take_deleted_proxies() {
             self.proxies.remove(&deleted);
         }
         let now = self.read_proxies()?;
-        let new: Vec<(u32, IpAddr)> = now.difference(&self.proxies).copied().collect();
+        let new: Vec<ProxyEntry> = now.difference(&self.proxies).copied().collect();
         self.proxies = now;
-        // An entry without a device is for another network.
-        for (index, address) in new.into_iter().filter(|(index, _)| *index != 0) {
+        for ProxyEntry { index, address } in new {
+            // An entry without a device is for another network.
+            if index == 0 {
+                continue;
+            }
             if let Some(link) = self.name(index)? {
-                // As a snapshot shows it.
+                // A snapshot shows a proxy entry as a neighbour with this MAC address.
                 let entry = Neigh { link, address, mac: MacAddr([0; 6]) };
                 self.add(KernelEvent::Duplicate(entry.into()), None);
             }
@@ -100,22 +115,28 @@ impl EventDecoder {
         Ok(())
     }
 
-    /// Whether there are tunnels with UDP ports.
+    /// Whether there are tunnels with UDP headers.
     pub(crate) fn has_fou_links(&self) -> bool {
         self.links.values().any(|link| link.fou_port().is_some())
     }
 
-    /// Queues an invalidation of each tunnel whose UDP port is closed, and was open at the last
-    /// look.
-    pub(crate) fn look_for_closed_ports(&mut self, open: &[Open]) {
-        let is_closed = |link: &&LinkMessage| {
-            let receives = |port| open.iter().any(|open| open.receives_for(port));
-            link.fou_port().is_some_and(|port| !receives(port))
-        };
-        let closed = self.links.values().filter(is_closed).map(|link| (link.index, link.name));
-        let closed: Vec<(u32, LinkName)> = closed.collect();
-        let before = std::mem::replace(&mut self.closed, closed.iter().map(|(n, _)| *n).collect());
-        for (_, name) in closed.into_iter().filter(|(index, _)| !before.contains(index)) {
+    /// Queues an invalidation of each tunnel whose UDP port is not among the open ports, but was at
+    /// the last scan.
+    pub(crate) fn note_open_ports(&mut self, open: &[OpenPort]) {
+        let mut closed = BTreeSet::new();
+        let mut newly_closed = Vec::new();
+        for link in self.links.values() {
+            let Some(port) = link.fou_port() else { continue };
+            if open.iter().any(|open| open.receives_for(port)) {
+                continue;
+            }
+            closed.insert(link.index);
+            if !self.closed.contains(&link.index) {
+                newly_closed.push(link.name);
+            }
+        }
+        self.closed = closed;
+        for name in newly_closed {
             self.invalidate_link(name);
         }
     }
@@ -148,20 +169,24 @@ impl EventDecoder {
         let decoded = match Rtm::from(message.kind) {
             Rtm::Newaddr | Rtm::Deladdr => self.decode(message, addr::read(message))?,
             Rtm::Newneigh | Rtm::Delneigh => {
-                let found = neigh::read(message).filter(|found| !found.is_echo());
-                found.iter().for_each(|found| self.foreign.note_entry(found));
-                self.decode(message, found)?
+                let entry = neigh::read(message).filter(|entry| !entry.is_echo());
+                if let Some(entry) = &entry {
+                    self.foreign.note_entry(entry);
+                }
+                self.decode(message, entry)?
             }
             Rtm::Newroute | Rtm::Delroute => {
-                let found = route::read(message);
-                found.iter().for_each(|found| self.foreign.note_route(found));
-                self.decode(message, found)?
+                let route = route::read(message);
+                if let Some(route) = &route {
+                    self.foreign.note_route(route);
+                }
+                self.decode(message, route)?
             }
             Rtm::Newrule | Rtm::Delrule => rule(message),
             _ if nexthop::is_event(message.kind) => self.decode(message, nexthop::read(message))?,
             _ => None,
         };
-        let Some((event, protocol)) = decoded else { return Ok(()) };
+        let Some(Decoded { event, protocol }) = decoded else { return Ok(()) };
         // With the last IPv4 address of a device the kernel also deletes its IPv4 neighbours, and
         // its IPv4 routes unless they use a nexthop object (`fib_disable_ip`). It sends no message
         // about most of these routes.
@@ -177,33 +202,39 @@ impl EventDecoder {
         message: &Message<'_>,
         found: Option<impl EventMessage>,
     ) -> Result<Option<Decoded>, KernelError> {
-        let (Some(found), is_deletion) = (found, message.is_deletion()) else { return Ok(None) };
+        let Some(found) = found else { return Ok(None) };
+        let is_deletion = message.is_deletion();
         let link = match found.event_index(is_deletion) {
             0 => None,
             index => self.name(index)?,
         };
-        let event = found.event(link, is_deletion, message.flags);
-        Ok(event.map(|event| (event, found.protocol().filter(|_| !is_deletion))))
+        let Some(event) = found.event(link, is_deletion, message.flags) else { return Ok(None) };
+        let protocol = if is_deletion { None } else { found.protocol() };
+        Ok(Some(Decoded { event, protocol }))
     }
 
     fn take_link(&mut self, link: &LinkMessage, deleted: bool) {
-        let before = match (link.whole, deleted) {
-            (true, true) => self.links.remove(&link.index),
-            (true, false) => self.links.insert(link.index, link.clone()),
-            (false, _) => None,
+        let before = if !link.whole {
+            None
+        } else if deleted {
+            self.links.remove(&link.index)
+        } else {
+            self.links.insert(link.index, link.clone())
         };
         // Only values changed that `LinkMessage` does not have: counters, promiscuous mode or the
         // operational state.
-        if !deleted && link.whole && before.as_ref() == Some(link) {
+        if !deleted && before.as_ref() == Some(link) {
             return;
         }
-        let renamed = before.map(|before| before.name).filter(|before| *before != link.name);
-        for name in renamed.into_iter().chain([link.name]) {
-            self.invalidate_link(name);
+        if let Some(before) = before
+            && before.name != link.name
+        {
+            self.invalidate_link(before.name);
         }
+        self.invalidate_link(link.name);
     }
 
-    /// The name of a link; `None` if it cannot be known. If the link was deleted before its name
+    /// The name of a link, or `None` if it cannot be known. If the link was deleted before its name
     /// was read, everything becomes invalid, because the message may concern any link. A link
     /// whose name is not UTF-8 is foreign.
     fn name(&mut self, index: u32) -> Result<Option<LinkName>, KernelError> {
@@ -241,18 +272,23 @@ impl EventDecoder {
     }
 }
 
-/// The author of a change: the socket with this port id; `None` if it is 0, which stands for the
-/// kernel itself and for unknown sockets. `protocol` is the route protocol of the changed object.
+/// The author of a change: the socket with this port id. `None` if the port id is 0, which stands
+/// for the kernel itself and for unknown sockets. `protocol` is the route protocol of the changed
+/// object.
 fn changed_by(port: u32, protocol: Option<u8>) -> Option<ChangedBy> {
+    if port == 0 {
+        return None;
+    }
     let mut changed_by = ChangedBy::new(port);
     changed_by.protocol = protocol;
-    (port != 0).then_some(changed_by)
+    Some(changed_by)
 }
 
 /// The event for a message about a routing rule (`ip rule`). A rule can redirect any packet of its
-/// family, as a default route in another table can.
+/// family, so the event is the same as for a default route in another table.
 fn rule(message: &Message<'_>) -> Option<Decoded> {
     // `struct fib_rule_hdr` begins with the family.
     let family = family_of(RtAddrFamily::from(*message.payload.first()?))?;
-    Some((KernelEvent::Related(Key::Route(Subnet::everything(family))), None))
+    let event = KernelEvent::Related(Key::Route(Subnet::everything(family)));
+    Some(Decoded { event, protocol: None })
 }

@@ -1,9 +1,9 @@
 //! Owned routes, and foreign routes to the same destinations.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use flannel_core::address::Family;
-use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
+use flannel_core::kernel::{Footprint, KernelError, ROUTE_PROTOCOL};
 use flannel_core::object::{Key, LinkName, Object, Route, Via};
 
 use super::{Reader, Table};
@@ -13,21 +13,20 @@ use crate::kernel::foreign_routes::{DuplicateRoute, Goes};
 
 impl Reader<'_> {
     pub(super) fn read_routes(&mut self, family: Family) -> Result<(), KernelError> {
-        let mut read = self.dump_routes(family)?;
+        let mut dump = self.dump_routes(family)?;
         // For routes on a former external interface its name is needed. So the name is looked up,
         // and all routes are read again.
-        let unknown: BTreeSet<u32> =
-            read.iter().filter_map(|found| found.as_ref().err().copied()).collect();
-        if !unknown.is_empty() {
-            for index in unknown {
-                self.learn_name(index)?;
+        if !dump.unknown_links.is_empty() {
+            for index in &dump.unknown_links {
+                self.learn_name(*index)?;
             }
-            read = self.dump_routes(family)?;
+            dump = self.dump_routes(family)?;
         }
         self.foreign.note_dump(family);
-        let (mut before, mut table) = (None, Table::default());
-        for found in read.into_iter().flatten() {
-            let Found { message, ours, ref in_front } = found;
+        let mut table = Table::default();
+        let mut before = None;
+        for found in dump.routes {
+            let DumpedRoute { message, owned, ref in_front } = found;
             let key = Key::Route(message.dst);
             // It is deleted with our route without a TOS, which follows and takes its place in the
             // snapshot. If none follows, the route engine deletes it as an undesired object.
@@ -35,18 +34,20 @@ impl Reader<'_> {
                 let duplicate = DuplicateRoute { found: message, goes: Goes::WithOurs };
                 self.foreign.note_duplicate(duplicate);
                 table.inexact.push(key);
-                table.objects.extend(ours.map(|(route, _)| Object::from(route)));
+                table.objects.extend(owned.map(|owned| Object::from(owned.route)));
                 continue;
             }
             let first = before.filter(|first: &Route| first.dst == message.dst);
             if first.is_none() {
                 self.note_left(&found);
             }
-            let Some((route, is_exact)) = ours else { continue };
+            let Some(OwnedRoute { route, is_exact }) = owned else { continue };
             match first {
                 None => {
                     before = Some(route);
-                    table.inexact.extend((!is_exact || !in_front.is_empty()).then_some(key));
+                    if !is_exact || !in_front.is_empty() {
+                        table.inexact.push(key);
+                    }
                     table.objects.push(route.into());
                 }
                 // This is our last-resort route, behind another route of ours. It is deleted when
@@ -71,41 +72,34 @@ impl Reader<'_> {
     /// routes are in front of `found`. A put replaces one route. For IPv4 it is the first one, so
     /// our old route stays behind it. For IPv6 (`fib6_add_rt2node`) it may be `found`, so the
     /// foreign ones stay in front.
-    fn note_left(&self, found: &Found) {
-        let Found { message, ours, in_front } = found;
+    fn note_left(&self, found: &DumpedRoute) {
+        let DumpedRoute { message, owned, in_front } = found;
         if in_front.is_empty() {
             return;
         }
         let note = |found, goes| self.foreign.note_duplicate(DuplicateRoute { found, goes });
         match message.dst.family() {
-            Family::V4 if ours.is_some() => note(*message, Goes::OursWhenPut),
+            Family::V4 if owned.is_some() => note(*message, Goes::OursWhenPut),
             Family::V4 => {}
             Family::V6 => in_front
                 .iter()
-                .filter(|first| ours.is_none() || first.deletion_spares(message))
+                .filter(|first| owned.is_none() || first.deletion_spares(message))
                 .for_each(|first| note(*first, Goes::ForeignWhenPut)),
         }
     }
 
     /// Reads the routes of a family. Only owned routes are kept, and foreign ones that the put of
     /// an owned route may replace. There may be a million others.
-    fn dump_routes(&mut self, family: Family) -> Result<Vec<Result<Found, u32>>, KernelError> {
+    fn dump_routes(&mut self, family: Family) -> Result<RouteDump, KernelError> {
         let Self { socket, footprint, foreign, names, nexthops, .. } = self;
+        let filter = RouteFilter { footprint, names, nexthops };
         let mut last = Last::default();
-        socket.dump(route::all(family), |message| {
+        let mut dump = RouteDump::default();
+        dump.routes = socket.dump(route::all(family), |message| {
             let found = route::read(message).filter(|found| found.main)?;
             foreign.note_route(&found);
-            let by = |via: &Via| match *via {
-                Via::Gateway { link, .. } | Via::Link(link) => Some(link),
-                Via::Nexthop(id) => device(nexthops, id),
-                _ => None,
-            };
             if found.tos != 0 {
-                let route = found.with_any_metric(|index| names.get(&index).copied())?;
-                let link = by(&route.via).filter(|link| footprint.links.contains(link))?;
-                let ours = footprint.owns_route(&route, Some(link), found.protocol);
-                let ours = ours.then_some((route, false))?;
-                return Some(Ok(Found { message: found, ours: Some(ours), in_front: Vec::new() }));
+                return filter.with_tos(found);
             }
             if !found.default_metric {
                 return None;
@@ -113,53 +107,121 @@ impl Reader<'_> {
             let in_front = last.before(message.sequence, found)?;
             // A last-resort route is behind all others by design.
             let in_front = if found.last_resort { &[] } else { in_front };
-            let inside = || footprint.networks.iter().any(|network| network.covers(&found.dst));
-            let mut unknown = None;
-            let route = found.object(|index| {
-                let name = names.get(&index).copied();
-                unknown = name.is_none().then_some(index);
-                name
-            });
-            let may_be_left = || found.protocol == ROUTE_PROTOCOL && inside();
-            if let Some(index) = unknown.filter(|_| may_be_left()) {
-                return Some(Err(index));
-            }
-            let ours =
-                route.filter(|ours| footprint.owns_route(ours, by(&ours.via), found.protocol));
-            if ours.is_some() && !in_front.is_empty() {
-                tracing::debug!(%found.dst, "another route to the same destination hides one of \
-                    ours");
-            }
-            let is_exact = found.is_exact() && found.protocol == ROUTE_PROTOCOL;
-            let may_be_replaced = || !in_front.is_empty() && family == Family::V6 && inside();
-            (ours.is_some() || may_be_replaced()).then(|| {
-                let ours = ours.map(|route| (route, is_exact));
-                Ok(Found { message: found, ours, in_front: in_front.to_vec() })
-            })
-        })
+            filter.without_tos(found, in_front, &mut dump.unknown_links)
+        })?;
+        Ok(dump)
     }
 }
 
-/// The device of a nexthop object; `None` if it is not among `nexthops`.
-fn device(nexthops: &[(u32, LinkName)], id: u32) -> Option<LinkName> {
-    nexthops.binary_search_by_key(&id, |(id, _)| *id).ok().map(|place| nexthops[place].1)
+/// The routes of a dump that the snapshot needs.
+#[derive(Default)]
+struct RouteDump {
+    routes: Vec<DumpedRoute>,
+    /// The indexes of links without a known name that may have owned routes. Those routes are not
+    /// in `routes`.
+    unknown_links: BTreeSet<u32>,
 }
 
 /// A route of a dump.
-struct Found {
+struct DumpedRoute {
     message: RouteMessage,
-    /// The route if it is owned, and whether [`Route`] represents all its attributes and it has
-    /// our protocol.
-    ours: Option<(Route, bool)>,
+    /// `None` if it is not owned.
+    owned: Option<OwnedRoute>,
     /// The routes to the same destination in front of it, of which packets take the first. Empty
     /// for a last-resort route.
     in_front: Vec<RouteMessage>,
 }
 
+#[derive(Clone, Copy)]
+struct OwnedRoute {
+    route: Route,
+    /// [`Route`] represents all its attributes, and it has our protocol.
+    is_exact: bool,
+}
+
+/// Chooses the routes of a dump that the snapshot needs.
+struct RouteFilter<'a> {
+    footprint: &'a Footprint,
+    /// [`Reader::names`].
+    names: &'a BTreeMap<u32, LinkName>,
+    /// [`Reader::nexthops`].
+    nexthops: &'a [(u32, LinkName)],
+}
+
+impl RouteFilter<'_> {
+    /// A route with a TOS, if it is owned.
+    fn with_tos(&self, message: RouteMessage) -> Option<DumpedRoute> {
+        let route = message.with_any_metric(|index| self.names.get(&index).copied())?;
+        let link = self.link_of(&route.via)?;
+        let is_owned = self.footprint.links.contains(&link)
+            && self.footprint.owns_route(&route, Some(link), message.protocol);
+        if !is_owned {
+            return None;
+        }
+        let owned = Some(OwnedRoute { route, is_exact: false });
+        Some(DumpedRoute { message, owned, in_front: Vec::new() })
+    }
+
+    /// A route without a TOS, if it is owned or if the put of an owned route may replace it. If the
+    /// name of its link is needed to decide that, its index is added to `unknown_links`.
+    fn without_tos(
+        &self,
+        message: RouteMessage,
+        in_front: &[RouteMessage],
+        unknown_links: &mut BTreeSet<u32>,
+    ) -> Option<DumpedRoute> {
+        let footprint = self.footprint;
+        let is_inside = || footprint.networks.iter().any(|network| network.covers(&message.dst));
+        let mut unknown_link = None;
+        let route = message.object(|index| {
+            let name = self.names.get(&index).copied();
+            unknown_link = name.is_none().then_some(index);
+            name
+        });
+        if let Some(index) = unknown_link
+            && message.protocol == ROUTE_PROTOCOL
+            && is_inside()
+        {
+            unknown_links.insert(index);
+            return None;
+        }
+        let owned = route
+            .filter(|ours| footprint.owns_route(ours, self.link_of(&ours.via), message.protocol))
+            .map(|route| OwnedRoute {
+                route,
+                is_exact: message.is_exact() && message.protocol == ROUTE_PROTOCOL,
+            });
+        if owned.is_some() && !in_front.is_empty() {
+            tracing::debug!(found.dst = %message.dst, "another route to the same destination \
+                hides one of ours");
+        }
+        if owned.is_none() {
+            let may_be_replaced =
+                !in_front.is_empty() && message.dst.family() == Family::V6 && is_inside();
+            if !may_be_replaced {
+                return None;
+            }
+        }
+        Some(DumpedRoute { message, owned, in_front: in_front.to_vec() })
+    }
+
+    /// The link of a path. `None` for a path without a link, and for an unknown nexthop object.
+    fn link_of(&self, via: &Via) -> Option<LinkName> {
+        match *via {
+            Via::Gateway { link, .. } | Via::Link(link) => Some(link),
+            Via::Nexthop(id) => {
+                let n = self.nexthops.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+                Some(self.nexthops[n].1)
+            }
+            _ => None,
+        }
+    }
+}
+
 /// The messages of a dump about the current destination.
 #[derive(Default)]
 struct Last {
-    /// The sequence number of the dump, which is another one when the dump is repeated.
+    /// The sequence number of the dump, which changes when the dump is repeated.
     dump: u32,
     routes: Vec<RouteMessage>,
 }
@@ -203,7 +265,8 @@ mod tests {
                 Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
             route::read(&message).unwrap()
         };
-        let (unicast, blackhole) = (1, 6);
+        let unicast = 1;
+        let blackhole = 6;
         let mut last = Last::default();
         for (dump, found, before) in [
             (1, message(1, unicast), Some(&[][..])),

@@ -58,63 +58,70 @@ pub(super) fn text(attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> String {
 const LARGEST_CONFIG: usize = 1 << 20;
 
 /// The revision of each file that is too large to be read.
-pub(super) const OF_TOO_LARGE: Revision = Revision(u64::MAX);
+pub(super) const REVISION_OF_TOO_LARGE: Revision = Revision(u64::MAX);
+
+/// The text of a file.
+pub(super) struct FileText {
+    pub(super) text: String,
+    /// The file's time of modification.
+    pub(super) modified: SystemTime,
+}
 
 /// The text of the network config.
 ///
 /// # Errors
-/// It is too large, or no file, which reading could wait for.
+/// It is too large, or it is not a regular file. Reading another kind of file could block.
 pub(super) fn config_text(path: &Path) -> io::Result<String> {
-    let text = contents(path, LARGEST_CONFIG)?;
-    let text = text.map_err(|size| {
-        io::Error::other(format!("it has {size} bytes, expected at most {LARGEST_CONFIG}"))
-    });
-    Ok(text?.0)
+    match contents(path, LARGEST_CONFIG)? {
+        Ok(file) => Ok(file.text),
+        Err(TooLarge { size }) => {
+            Err(io::Error::other(format!("it has {size} bytes, expected at most {LARGEST_CONFIG}")))
+        }
+    }
 }
 
-/// The text of the file of a lease and its time of modification, unless it is too large.
+/// The text of the file of a lease, unless it is too large.
 ///
 /// # Errors
-/// It is no file, which reading could wait for.
-pub(super) fn lease_text(path: &Path) -> io::Result<Result<(String, SystemTime), TooLarge>> {
-    Ok(contents(path, LARGEST_VALUE)?.map_err(|size| TooLarge { size }))
+/// It is not a regular file. Reading another kind of file could block.
+pub(super) fn lease_text(path: &Path) -> io::Result<Result<FileText, TooLarge>> {
+    contents(path, LARGEST_VALUE)
 }
 
-/// The text of a file and its time of modification; inner `Err`: it has this number of bytes, more
-/// than `largest`.
-fn contents(path: &Path, largest: usize) -> io::Result<Result<(String, SystemTime), usize>> {
+/// The text of a file, or its size as an inner `Err` if it has more than `largest` bytes.
+fn contents(path: &Path, largest: usize) -> io::Result<Result<FileText, TooLarge>> {
     // A device is not even opened.
-    check(&fs::metadata(path)?)?;
+    check_regular(&fs::metadata(path)?)?;
     // Another file may have replaced it meanwhile, such as a pipe, whose opening would block.
     let flags = OFlag::O_NONBLOCK.bits();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
-    check(&metadata)?;
+    check_regular(&metadata)?;
     let size = usize::try_from(metadata.len()).unwrap_or(usize::MAX);
     if size > largest {
-        return Ok(Err(size));
+        return Ok(Err(TooLarge { size }));
     }
     // It may grow, and a file of /proc has no length.
     let mut bytes = Vec::new();
     file.take(largest as u64 + 1).read_to_end(&mut bytes)?;
     if bytes.len() > largest {
-        return Ok(Err(bytes.len()));
+        return Ok(Err(TooLarge { size: bytes.len() }));
     }
-    let text = String::from_utf8(bytes);
-    let text = text.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-    Ok(Ok((text, metadata.modified()?)))
+    let text = String::from_utf8(bytes)
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    Ok(Ok(FileText { text, modified: metadata.modified()? }))
 }
 
-fn check(metadata: &Metadata) -> io::Result<()> {
+fn check_regular(metadata: &Metadata) -> io::Result<()> {
     if metadata.is_file() { Ok(()) } else { Err(io::Error::other("it is not a file")) }
 }
 
-/// The content of a readable file. Many of them are kept in memory.
+/// The content of a readable file. Many of them are kept in memory, so they are small.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LeaseFile {
     /// Its revision is derived from the text.
     pub(super) lease: Arc<Lease>,
-    /// `None`: the lease never expires.
+    /// `None` if the lease never expires.
     pub(super) grant: Option<Box<LeaseGrant>>,
 }
 
@@ -138,14 +145,14 @@ impl LeaseFile {
         let ttl: Option<u64> =
             fields.take("TTL", "a number of seconds; no TTL: the lease never expires")?;
         let holder: Option<HolderId> = fields.parsed("Mark", "1 to 16 hexadecimal digits")?;
-        // A lease that expires has a holder, even if no node can have its ID.
-        let grant = |ttl| LeaseGrant {
+        let grant = ttl.map(|ttl| LeaseGrant {
+            // A lease that expires has a holder, even if no node can have its ID.
             holder: holder.unwrap_or(HolderId(0)),
             ttl: Duration::from_secs(ttl),
-        };
+        });
         let lease =
             Lease { subnets, attrs, expires: None, since: Revision(0), revision: revision(text) };
-        Ok(Self { lease: lease.into(), grant: ttl.map(grant).map(Box::new) })
+        Ok(Self { lease: lease.into(), grant: grant.map(Box::new) })
     }
 
     /// The lease as a registry has it.
@@ -156,7 +163,7 @@ impl LeaseFile {
         }
     }
 
-    /// The end if the file was modified at this time; `None`: it never expires.
+    /// The end if the file was modified at this time, or `None` if the lease never expires.
     pub(super) fn end(&self, modified: SystemTime) -> Option<SystemTime> {
         // If no clock can reach the time, the lease never expires.
         modified.checked_add(self.grant.as_ref()?.ttl)
@@ -213,7 +220,8 @@ mod tests {
             r#"{"publicip": "192.0.2.7", "Mark": "1", "Comment": "rack 4"}"#,
         )
         .unwrap();
-        assert_eq!((file.grant.as_deref(), file.end(SystemTime::now())), (None, None));
+        assert_eq!(file.grant, None);
+        assert_eq!(file.end(SystemTime::now()), None);
         let file = LeaseFile::parse(key(), r#"{"PublicIP": "192.0.2.7", "TTL": 60}"#).unwrap();
         assert_eq!(file.entry().holder, Some(HolderId(0)));
     }

@@ -111,13 +111,13 @@ const NETWORK_FILE_SYSTEMS: [(u32, &str); 18] = [
     (0x786f_4256, "VirtualBox shared folder"),
 ];
 
-/// The name of the network file system with this number; `None` for a local one.
+/// The name of the network file system with this number, or `None` for a local file system.
 fn network_file_system(magic: u32) -> Option<&'static str> {
     NETWORK_FILE_SYSTEMS.iter().find(|(number, _)| *number == magic).map(|(_, name)| *name)
 }
 
 impl DirLocation {
-    /// An error about a file, given by its path below the directory; empty for the directory.
+    /// An error about a file. `name` is its path below the directory, or empty for the directory.
     pub(super) fn error(
         &self,
         name: &str,
@@ -160,10 +160,8 @@ mod tests {
     #[test]
     fn locations_are_parsed_and_printed() {
         let location: DirLocation = "dir:/a/b?assign=static".parse().unwrap();
-        assert_eq!(
-            (location.path.to_str(), location.options.assign),
-            (Some("/a/b"), Assign::Static)
-        );
+        assert_eq!(location.path.to_str(), Some("/a/b"));
+        assert_eq!(location.options.assign, Assign::Static);
         assert_eq!(location.to_string(), "dir:/a/b?assign=static");
         assert_eq!("dir:x".parse::<DirLocation>().unwrap().to_string(), "dir:x");
         assert_eq!(

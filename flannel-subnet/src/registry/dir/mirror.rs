@@ -16,9 +16,9 @@ use flannel_core::lease::Revision;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, Inotify, InotifyEvent, WatchDescriptor};
 
-use super::file::{self, LeaseFile, OF_TOO_LARGE, revision};
+use super::file::{self, FileText, LeaseFile, REVISION_OF_TOO_LARGE, revision};
 use crate::registry::history::History;
-use crate::registry::{Batch, Listing, Now, SkipReason, Skipped};
+use crate::registry::{Batch, LeaseList, Now, SkipReason, Skipped};
 
 /// The time for which a file that an editor renamed away may be missing.
 const GRACE: Duration = Duration::from_millis(100);
@@ -27,19 +27,27 @@ const GRACE: Duration = Duration::from_millis(100);
 pub(super) struct Mirror {
     root: PathBuf,
     /// The files are configuration and do not expire.
-    forever: bool,
+    never_expires: bool,
     /// The last readable content of each file.
-    good: BTreeMap<Subnets, LeaseFile>,
-    /// The reason why the present content of a file is unreadable. Its last readable content
-    /// is still used until it expires or is replaced.
-    bad: BTreeMap<String, SkipReason>,
+    readable: BTreeMap<Subnets, LeaseFile>,
+    /// Why the present content of a file is not used. If it is unreadable, its last readable
+    /// content is still used until it expires or is replaced.
+    skipped: BTreeMap<String, SkipReason>,
     /// When to read a readable file again.
     due: BTreeMap<Subnets, SystemTime>,
     history: History,
     /// The number of changes of the config file.
-    pub(super) config_changes: u64,
-    /// The watched directories; `None` if they must be watched and read again.
+    config_changes: u64,
+    /// The watched directories, or `None` if they must be watched and read again.
     watched: Option<Watched>,
+}
+
+/// Two equal versions of a mirror have the same content.
+#[derive(PartialEq, Eq)]
+pub(super) struct Version {
+    revision: Revision,
+    config_changes: u64,
+    due: Option<SystemTime>,
 }
 
 #[derive(Clone, Copy)]
@@ -50,24 +58,31 @@ struct Watched {
 
 /// The result of reading a file.
 enum Found {
-    Text(String, SystemTime),
+    Text(FileText),
     Gone,
-    Unreadable(SkipReason),
+    Skipped(SkipReason),
 }
 
 impl Mirror {
-    pub(super) fn new(root: PathBuf, forever: bool) -> Self {
-        Self { root, forever, ..Self::default() }
+    pub(super) fn new(root: PathBuf, never_expires: bool) -> Self {
+        Self { root, never_expires, ..Self::default() }
     }
 
-    /// Processes all events. After an error the directory cannot be watched or read, and the next
-    /// call starts over.
+    pub(super) fn version(&self) -> Version {
+        Version { revision: self.revision(), config_changes: self.config_changes, due: self.due() }
+    }
+
+    /// Processes all events.
+    ///
+    /// # Errors
+    /// The directory cannot be watched or read. The next call starts over.
     pub(super) fn refresh(&mut self, inotify: &Inotify, now: SystemTime) -> io::Result<()> {
         let Some(watched) = self.watched else {
             return self.start(inotify, now);
         };
-        let mut named: BTreeMap<OsString, bool> = BTreeMap::new();
-        let mut everything = false;
+        // The files to read again, and whether the last event is that the file was renamed away.
+        let mut renamed_away: BTreeMap<OsString, bool> = BTreeMap::new();
+        let mut has_overflown = false;
         loop {
             let events = match inotify.read_events() {
                 Ok(events) => events,
@@ -76,8 +91,8 @@ impl Mirror {
                 Err(errno) => return Err(errno.into()),
             };
             for event in events {
-                everything |= event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
-                if self.lost(watched, &event) {
+                has_overflown |= event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
+                if watched.is_lost(&event) {
                     self.watched = None;
                 }
                 let name = event.name.unwrap_or_default();
@@ -85,26 +100,30 @@ impl Mirror {
                     self.config_changes += 1;
                 } else if event.wd == watched.root && name == "subnets" {
                     self.watched = None;
-                } else if event.wd == watched.subnets && self.concerns(event.mask, &name) {
-                    // Only a file that was renamed away may come back soon.
-                    *named.entry(name).or_default() =
-                        event.mask.contains(AddWatchFlags::IN_MOVED_FROM);
+                } else if event.wd == watched.subnets && self.is_complete(event.mask, &name) {
+                    renamed_away.insert(name, event.mask.contains(AddWatchFlags::IN_MOVED_FROM));
                 }
             }
         }
         if self.watched.is_none() {
             return self.start(inotify, now);
         }
-        if everything {
+        if has_overflown {
             self.config_changes += 1;
             return self.read_all(now);
         }
-        let due = self.due.iter().filter(|(_, due)| **due <= now);
-        let due: Vec<String> = due.map(|(subnets, _)| subnets.to_string()).collect();
-        for (name, renamed) in named {
-            self.reload(&name.to_string_lossy(), renamed, now);
+        let due: Vec<String> = self
+            .due
+            .iter()
+            .filter(|(_, due)| **due <= now)
+            .map(|(subnets, _)| subnets.to_string())
+            .collect();
+        for (name, renamed_away) in renamed_away {
+            self.reload(&name.to_string_lossy(), renamed_away, now);
         }
-        due.iter().for_each(|name| self.reload(name, false, now));
+        for name in due {
+            self.reload(&name, false, now);
+        }
         Ok(())
     }
 
@@ -113,17 +132,9 @@ impl Mirror {
         fs::read_dir(self.subnets()).map(drop).inspect_err(|_| self.watched = None)
     }
 
-    /// A watched directory itself was deleted, moved or unmounted.
-    fn lost(&self, watched: Watched, event: &InotifyEvent) -> bool {
-        let gone = AddWatchFlags::IN_IGNORED
-            | AddWatchFlags::IN_DELETE_SELF
-            | AddWatchFlags::IN_MOVE_SELF
-            | AddWatchFlags::IN_UNMOUNT;
-        (event.wd == watched.root || event.wd == watched.subnets) && event.mask.intersects(gone)
-    }
-
-    /// A new file is read when its writer closes it, and a new link to an existing file at once.
-    fn concerns(&self, mask: AddWatchFlags, name: &OsString) -> bool {
+    /// Whether the file of an event can be read. A new file is read when its writer closes it, and
+    /// a new link to an existing file at once.
+    fn is_complete(&self, mask: AddWatchFlags, name: &OsString) -> bool {
         if !mask.contains(AddWatchFlags::IN_CREATE) {
             return true;
         }
@@ -131,12 +142,12 @@ impl Mirror {
         metadata.is_ok_and(|metadata| metadata.is_symlink() || metadata.nlink() > 1)
     }
 
-    /// When to refresh without an event; `None`: never.
+    /// When to refresh without an event, or `None` for never.
     pub(super) fn due(&self) -> Option<SystemTime> {
         self.due.values().min().copied()
     }
 
-    /// When the lease ends without a renewal; `None`: there is none, or it has no end.
+    /// When the lease ends without a renewal. `None` if the lease does not exist or has no end.
     pub(super) fn end(&self, subnets: &Subnets) -> Option<SystemTime> {
         self.due.get(subnets).copied()
     }
@@ -145,40 +156,42 @@ impl Mirror {
         self.history.revision()
     }
 
-    pub(super) fn list(&self) -> Listing {
-        let skipped = |(key, reason): (&String, &SkipReason)| Skipped {
+    pub(super) fn list(&self) -> LeaseList {
+        let skipped = self.skipped.iter().map(|(key, reason)| Skipped {
             key: key.clone(),
             reason: reason.clone(),
-            revision: if reason.keeps_last() { Revision::default() } else { OF_TOO_LARGE },
-        };
-        Listing {
-            entries: self.good.values().map(LeaseFile::entry).collect(),
-            skipped: self.bad.iter().map(skipped).collect(),
+            revision: if reason.keeps_last() { Revision::default() } else { REVISION_OF_TOO_LARGE },
+        });
+        LeaseList {
+            entries: self.readable.values().map(LeaseFile::entry).collect(),
+            skipped: skipped.collect(),
             revision: self.revision(),
         }
     }
 
-    /// Why the file of a key is not used at all; `None` if it is, if it does not exist, or if its
-    /// last readable content is used.
+    /// Why the file of a key is not used at all. `None` if the file or its last readable content is
+    /// used, or if the file does not exist.
     pub(super) fn unused(&self, subnets: &Subnets) -> Option<&SkipReason> {
-        let reason = self.bad.get(&subnets.to_string())?;
+        let reason = self.skipped.get(&subnets.to_string())?;
         (!reason.keeps_last()).then_some(reason)
     }
 
     pub(super) fn file(&self, subnets: &Subnets) -> Option<&LeaseFile> {
-        self.good.get(subnets)
+        self.readable.get(subnets)
     }
 
-    /// The changes after `after`; `None` if they are unknown.
+    /// The changes after `after`, or `None` if they are forgotten.
     pub(super) fn changes(&self, after: Revision) -> Option<Batch> {
         self.history.since(after, |key| self.now(key))
     }
 
     fn now(&self, key: &str) -> Now {
-        let file = || self.file(&key.parse().ok()?);
-        match self.bad.get(key) {
-            Some(reason) => Now::Unreadable(reason.clone()),
-            None => file().map_or(Now::Gone, |file| Now::Held(file.entry())),
+        if let Some(reason) = self.skipped.get(key) {
+            return Now::Unreadable(reason.clone());
+        }
+        match key.parse().ok().and_then(|subnets| self.file(&subnets)) {
+            Some(file) => Now::Held(file.entry()),
+            None => Now::Gone,
         }
     }
 
@@ -211,7 +224,7 @@ impl Mirror {
         let watched = Watched { root: watch(&self.root)?, subnets: watch(&subnets)? };
         self.read_all(now)?;
         if self.config_changes == 0 {
-            // There was no watch yet.
+            // This is the first list, so no watch needs the changes.
             self.history.forget();
         }
         self.config_changes += 1;
@@ -224,33 +237,41 @@ impl Mirror {
         for entry in fs::read_dir(self.subnets())? {
             names.insert(entry?.file_name().to_string_lossy().into_owned());
         }
-        names.extend(self.good.keys().map(Subnets::to_string));
-        names.extend(self.bad.keys().cloned());
+        names.extend(self.readable.keys().map(Subnets::to_string));
+        names.extend(self.skipped.keys().cloned());
         names.iter().for_each(|name| self.reload(name, false, now));
         // A map that is built at once takes a third less memory than one that grew in order.
-        self.good = std::mem::take(&mut self.good).into_iter().collect();
+        self.readable = std::mem::take(&mut self.readable).into_iter().collect();
         Ok(())
     }
 
-    /// Reads one file again and notes the change.
-    fn reload(&mut self, name: &str, renamed: bool, now: SystemTime) {
+    /// Reads one file again and notes the change. A file that was renamed away may come back soon,
+    /// because some editors write a file so.
+    fn reload(&mut self, name: &str, renamed_away: bool, now: SystemTime) {
         if is_ignored(name) {
             return;
         }
         let before = self.now(name);
-        let held = name.parse().ok().filter(|subnets| self.good.contains_key(subnets));
-        match (read(&self.subnets().join(name)), held) {
-            (Found::Gone, Some(held)) if renamed => _ = self.due.insert(held, now + GRACE),
-            (Found::Gone, held) => {
-                self.bad.remove(name);
-                held.iter().for_each(|subnets| self.remove(subnets));
+        let known = name.parse().ok().filter(|subnets| self.readable.contains_key(subnets));
+        match (read(&self.subnets().join(name)), known) {
+            (Found::Gone, Some(subnets)) if renamed_away => {
+                self.due.insert(subnets, now + GRACE);
             }
-            (Found::Text(text, modified), _) => self.update(name, &text, modified, now),
-            (Found::Unreadable(reason), held) => {
-                let keeps_last = reason.keeps_last();
-                self.bad.insert(name.to_owned(), reason);
-                held.iter().for_each(|subnets| _ = self.due.remove(subnets));
-                held.iter().filter(|_| !keeps_last).for_each(|subnets| self.remove(subnets));
+            (Found::Gone, known) => {
+                self.skipped.remove(name);
+                if let Some(subnets) = known {
+                    self.remove(&subnets);
+                }
+            }
+            (Found::Text(file), _) => self.update(name, &file, now),
+            (Found::Skipped(reason), known) => {
+                if let Some(subnets) = known {
+                    self.due.remove(&subnets);
+                    if !reason.keeps_last() {
+                        self.remove(&subnets);
+                    }
+                }
+                self.skipped.insert(name.to_owned(), reason);
             }
         }
         if self.now(name) != before {
@@ -259,31 +280,49 @@ impl Mirror {
     }
 
     fn remove(&mut self, subnets: &Subnets) {
-        self.good.remove(subnets);
+        self.readable.remove(subnets);
         self.due.remove(subnets);
     }
 
     /// Notes the text of a file.
-    fn update(&mut self, name: &str, text: &str, modified: SystemTime, now: SystemTime) {
-        let known = name.parse().ok().and_then(|subnets| self.file(&subnets));
-        let known = known
-            .filter(|file| file.lease.revision == revision(text) && !self.bad.contains_key(name));
-        match known.cloned().map_or_else(|| LeaseFile::read(name, text), Ok) {
+    fn update(&mut self, name: &str, read: &FileText, now: SystemTime) {
+        // An unchanged file is not parsed again.
+        let unchanged = name
+            .parse()
+            .ok()
+            .and_then(|subnets| self.file(&subnets))
+            .filter(|file| file.lease.revision == revision(&read.text))
+            .filter(|_| !self.skipped.contains_key(name))
+            .cloned();
+        match unchanged.map_or_else(|| LeaseFile::read(name, &read.text), Ok) {
             Ok(mut file) => {
-                file.grant = file.grant.filter(|_| !self.forever);
-                self.bad.remove(name);
-                self.good.insert(file.lease.subnets, file);
+                if self.never_expires {
+                    file.grant = None;
+                }
+                self.skipped.remove(name);
+                self.readable.insert(file.lease.subnets, file);
             }
             Err(reason) => {
-                drop(self.bad.insert(name.to_owned(), SkipReason::unreadable(&reason)));
+                self.skipped.insert(name.to_owned(), SkipReason::unreadable(&reason));
             }
         }
         let Ok(subnets) = name.parse::<Subnets>() else { return };
-        match self.file(&subnets).and_then(|file| file.end(modified)) {
+        match self.file(&subnets).and_then(|file| file.end(read.modified)) {
             Some(end) if end <= now => self.remove(&subnets),
             Some(end) => _ = self.due.insert(subnets, end),
             None => _ = self.due.remove(&subnets),
         }
+    }
+}
+
+impl Watched {
+    /// Whether the event says that a watched directory itself was deleted, moved or unmounted.
+    fn is_lost(self, event: &InotifyEvent) -> bool {
+        let gone = AddWatchFlags::IN_IGNORED
+            | AddWatchFlags::IN_DELETE_SELF
+            | AddWatchFlags::IN_MOVE_SELF
+            | AddWatchFlags::IN_UNMOUNT;
+        (event.wd == self.root || event.wd == self.subnets) && event.mask.intersects(gone)
     }
 }
 
@@ -294,9 +333,9 @@ fn is_ignored(name: &str) -> bool {
 
 fn read(path: &Path) -> Found {
     match file::lease_text(path) {
-        Ok(Ok((text, modified))) => Found::Text(text, modified),
-        Ok(Err(too_large)) => Found::Unreadable(too_large.into()),
+        Ok(Ok(file)) => Found::Text(file),
+        Ok(Err(too_large)) => Found::Skipped(too_large.into()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Found::Gone,
-        Err(error) => Found::Unreadable(SkipReason::unreadable(&error)),
+        Err(error) => Found::Skipped(SkipReason::unreadable(&error)),
     }
 }

@@ -40,6 +40,6 @@ pub(super) async fn one_of_two_hosts_keeps_the_lease(fixture: &Fixture<'_>) {
     clear(fixture).await;
     first().acquire_lease(&attrs(1)).await.expect("the lease was released");
     clear(fixture).await;
-    // A file that stays wastes space only.
+    // A file that stays only wastes space.
     let _ = std::fs::remove_file(&cache);
 }

@@ -9,7 +9,7 @@ use flannel_core::{Backend, Config, Error as Cause, Lease, SubnetManager};
 use flannel_route::moving::{BackendUse, NodeBackends};
 
 use super::{
-    BackendInUse, BackendRecord, BackendsInUse, PreparedBackends, State, devices, lease_type_of,
+    ActiveBackend, ActiveBackends, BackendRecord, PreparedBackends, State, devices, lease_type_of,
 };
 use crate::config::DaemonConfig;
 use crate::error::Error;
@@ -51,7 +51,7 @@ impl BackendRecord {
     pub(crate) async fn set_up(
         &self,
         values: SetUp<'_>,
-        prepare: impl AsyncFn(&BackendInUse) -> Result<Prepared, Error>,
+        prepare: impl AsyncFn(&ActiveBackend) -> Result<Prepared, Error>,
         user: impl Fn(&NodeBackends, &BackendUse) -> Option<Arc<Lease>>,
     ) -> Result<PreparedBackends, Error> {
         let target = Arc::clone(values.settings.backends.find(&values.config.backend.kind)?);
@@ -87,11 +87,11 @@ impl BackendRecord {
         state.kept.add(rest.iter().chain(ended.iter().map(|ended| &ended.usage)));
         state.absent = absent.iter().map(|usage| usage.lease_type.clone()).collect();
         self.record(state, &before).await;
-        let in_use = |usage: &BackendUse| values.in_use(usage);
-        let all: Vec<_> = order.by_use(lease_type).map(in_use).collect::<Result<_, Error>>()?;
-        let absent = absent.iter().map(in_use).collect::<Result<_, Error>>()?;
+        let active = |usage: &BackendUse| values.active(usage);
+        let all: Vec<_> = order.by_use(lease_type).map(active).collect::<Result<_, Error>>()?;
+        let absent = absent.iter().map(active).collect::<Result<_, Error>>()?;
         let prepared = all.iter().filter_map(|it| prepared.remove(&it.usage.lease_type)).collect();
-        Ok(PreparedBackends { backends: BackendsInUse { all, order, absent, target }, prepared })
+        Ok(PreparedBackends { backends: ActiveBackends { all, order, absent, target }, prepared })
     }
 
     /// Sets the state, and writes it if it differs from the content of the file (`before`).
@@ -114,14 +114,14 @@ impl SetUp<'_> {
     ///
     /// # Errors
     /// It is not known, not allowed, or does not fit this node.
-    fn in_use(&self, usage: &BackendUse) -> Result<BackendInUse, Error> {
+    fn active(&self, usage: &BackendUse) -> Result<ActiveBackend, Error> {
         let config = Config { backend: usage.backend.clone(), ..self.config.clone() };
         let backend = self.settings.backends.find(&config.backend.kind)?;
         if backend.runs_commands() && !self.settings.allow_commands {
             return Err(Error::CommandsNotAllowed { kind: backend.kind() });
         }
         backend.validate(&config, Some(self.iface))?;
-        Ok(BackendInUse { backend: Arc::clone(backend), config, usage: usage.clone() })
+        Ok(ActiveBackend { backend: Arc::clone(backend), config, usage: usage.clone() })
     }
 
     /// Keeps the backends that can run beside the target. Returns the others.
@@ -129,7 +129,7 @@ impl SetUp<'_> {
         let moves = self.can_move(target);
         let mut ended = Vec::new();
         kept.retain(|usage| {
-            let reason = match self.in_use(usage) {
+            let reason = match self.active(usage) {
                 Ok(other) if moves && self.can_move(&*other.backend) => return true,
                 Ok(_) => "it cannot run beside another one".to_owned(),
                 Err(error) => error.to_string(),
@@ -156,12 +156,12 @@ impl SetUp<'_> {
         &self,
         candidates: &NodeBackends,
         target: &str,
-        prepare: impl AsyncFn(&BackendInUse) -> Result<Prepared, Error>,
+        prepare: impl AsyncFn(&ActiveBackend) -> Result<Prepared, Error>,
     ) -> Result<Preparations, Error> {
         let mut preparations = Preparations::default();
         for usage in candidates.iter() {
             let lease_type = usage.lease_type.clone();
-            match prepare(&self.in_use(usage)?).await {
+            match prepare(&self.active(usage)?).await {
                 Ok(done) => {
                     preparations.prepared.insert(lease_type, done);
                 }

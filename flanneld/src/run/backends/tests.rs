@@ -45,7 +45,7 @@ fn iface() -> ExternalInterface {
     }
 }
 
-async fn backends(record: &BackendRecord, kind: &str) -> BackendsInUse {
+async fn backends(record: &BackendRecord, kind: &str) -> ActiveBackends {
     set_up(record, kind, "", None).await.unwrap()
 }
 
@@ -56,9 +56,9 @@ async fn set_up(
     kind: &str,
     broken: &str,
     user: Option<Arc<Lease>>,
-) -> Result<BackendsInUse, Error> {
+) -> Result<ActiveBackends, Error> {
     let subnets = FakeSubnets::new("10.1.0.0/16");
-    let prepare = async |it: &BackendInUse| {
+    let prepare = async |it: &ActiveBackend| {
         if it.usage.lease_type == broken {
             let reason = "no such device".to_owned();
             return Err(Cause::Backend { backend: broken.to_owned(), reason }.into());
@@ -76,9 +76,9 @@ fn prepared() -> Prepared {
     Prepared::new(Default::default(), |_| unreachable!("nothing is built"))
 }
 
-fn names(backends: &BackendsInUse) -> String {
+fn names(backends: &ActiveBackends) -> String {
     let all = lease_types(backends.all.iter().map(|it| &it.usage)).join(" ");
-    let offers = backends.offers().into_iter().map(|at| &*backends.all[at].usage.lease_type);
+    let offers = backends.order.offered().map(|usage| &*usage.lease_type);
     format!("{all} | {}", offers.collect::<Vec<_>>().join(" "))
 }
 
@@ -219,9 +219,9 @@ async fn a_backend_that_a_node_needs_is_not_left_out() {
 /// The reason for which the network is rebuilt.
 async fn revive(
     record: &BackendRecord,
-    backends: &BackendsInUse,
+    backends: &ActiveBackends,
     views: &watch::Receiver<View>,
-    prepare: impl AsyncFn(&BackendInUse) -> Result<Prepared, Error>,
+    prepare: impl AsyncFn(&ActiveBackend) -> Result<Prepared, Error>,
 ) -> String {
     let own = "10.1.7.0-24".parse().unwrap();
     let views = views.clone();
@@ -244,10 +244,10 @@ async fn a_backend_that_was_left_out_is_revived_or_dropped() {
         leases: Default::default(),
         origin: Origin::Live { revision: Revision(1) },
     });
-    let works = async |_: &BackendInUse| Ok(prepared());
+    let works = async |_: &ActiveBackend| Ok(prepared());
     let reason = revive(&record, &backends, &views, works).await;
     assert_eq!(reason, "vxlan can be set up again");
-    let fails = async |_: &BackendInUse| Err(Error::Stopped("no".to_owned()));
+    let fails = async |_: &ActiveBackend| Err(Error::Stopped("no".to_owned()));
     let begin = Instant::now();
     let reason = revive(&record, &backends, &views, fails).await;
     assert_eq!(reason, "no node needs vxlan, which cannot be set up");

@@ -9,7 +9,7 @@ use tokio::time::{Duration, Instant, sleep};
 use super::Ended;
 use super::moves::UNUSED;
 use crate::error::Error;
-use crate::run::backends::{BackendInUse, BackendRecord, BackendsInUse, lease_types};
+use crate::run::backends::{ActiveBackend, ActiveBackends, BackendRecord, lease_types};
 
 /// The pause before a backend that was left out is tried again.
 const AGAIN: Duration = Duration::from_secs(10);
@@ -17,7 +17,7 @@ const AGAIN: Duration = Duration::from_secs(10);
 /// Tries to set up the backends that were left out.
 pub(crate) struct AbsentBackendController<'a, P> {
     pub(crate) record: &'a BackendRecord,
-    pub(crate) backends: &'a BackendsInUse,
+    pub(crate) backends: &'a ActiveBackends,
     /// This node's subnets.
     pub(crate) own: Subnets,
     pub(crate) views: watch::Receiver<View>,
@@ -25,7 +25,7 @@ pub(crate) struct AbsentBackendController<'a, P> {
     pub(crate) prepare: P,
 }
 
-impl<P: AsyncFn(&BackendInUse) -> Result<Prepared, Error>> AbsentBackendController<'_, P> {
+impl<P: AsyncFn(&ActiveBackend) -> Result<Prepared, Error>> AbsentBackendController<'_, P> {
     /// Runs until one of them can be set up, or is of no use to any node. If none was left out, it
     /// does not end.
     pub(crate) async fn run(self) -> Ended {
@@ -64,7 +64,7 @@ impl<P: AsyncFn(&BackendInUse) -> Result<Prepared, Error>> AbsentBackendControll
     }
 
     /// The lease of a node that is reached only by this backend.
-    fn user_of(&self, backend: &BackendInUse, view: &View) -> Option<Lease> {
+    fn user_of(&self, backend: &ActiveBackend, view: &View) -> Option<Lease> {
         let lease_type = &backend.usage.lease_type;
         self.backends.order.user_of(lease_type, self.own, view).map(|lease| Lease::clone(lease))
     }

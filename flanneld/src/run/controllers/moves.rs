@@ -23,7 +23,7 @@ use self::silence::Silence;
 pub(super) use self::silence::UNUSED;
 use super::Ended;
 use crate::observe::Observer;
-use crate::run::backends::{BackendRecord, BackendsInUse, lease_type_of, lease_types};
+use crate::run::backends::{ActiveBackends, BackendRecord, lease_type_of, lease_types};
 
 /// The shortest time between two looks at the leases.
 const PACE: Duration = Duration::from_millis(500);
@@ -33,7 +33,7 @@ const WRITE_AGAIN: Duration = Duration::from_secs(10);
 /// Takes the steps of a move.
 pub(crate) struct MoveController<'a> {
     pub(crate) record: &'a BackendRecord,
-    pub(crate) backends: &'a BackendsInUse,
+    pub(crate) backends: &'a ActiveBackends,
     /// This node's subnets.
     pub(crate) own: Subnets,
     pub(crate) views: watch::Receiver<View>,

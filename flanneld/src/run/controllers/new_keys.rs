@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 use super::probation::until_in_place;
 use super::{Ended, RULES};
-use crate::run::backends::BackendsInUse;
+use crate::run::backends::ActiveBackends;
 use crate::run::start::Before;
 
 /// Waits until the lease can get the offers that it does not have yet.
@@ -18,7 +18,7 @@ pub(crate) struct NewKeyController<'a> {
     /// The lease has the offers of the last run.
     pub(crate) withheld: bool,
     pub(crate) before: Before,
-    pub(crate) backends: &'a BackendsInUse,
+    pub(crate) backends: &'a ActiveBackends,
     pub(crate) status: watch::Receiver<Arc<Status>>,
 }
 

@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use flannel_core::Kernel;
-use flannel_core::network::Ended as NetworkEnded;
-use flannel_route::HostNetwork;
+use flannel_core::{Kernel, Network};
 
 use super::Ended;
 use super::plain_routes::PlainRoutes;
@@ -14,7 +12,7 @@ use crate::run::network::RunningNetwork;
 /// Keeps the kernel equal to the leases.
 pub(crate) struct RouteController<'a> {
     pub(crate) network: &'a RunningNetwork<'a>,
-    pub(crate) routes: HostNetwork,
+    pub(crate) routes: Box<dyn Network>,
 }
 
 impl RouteController<'_> {
@@ -31,7 +29,6 @@ impl RouteController<'_> {
             plain.remove_until(network.rules_settled.clone()).await;
         }
         match self.routes.run(network.views.clone()).await {
-            Ok(NetworkEnded::Rebuild(reason)) => Ended::Stopped(reason),
             Ok(ended) => Ended::Failed(Error::Stopped(format!("{ended:?}"))),
             Err(error) => Ended::Failed(error.into()),
         }

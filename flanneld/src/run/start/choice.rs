@@ -11,7 +11,7 @@ use tokio::sync::watch;
 
 use super::{Starter, prepare, secrets};
 use crate::error::Error;
-use crate::run::backends::{BackendInUse, PreparedBackends, SetUp};
+use crate::run::backends::{ActiveBackend, PreparedBackends, SetUp};
 use crate::run::config_validator::ConfigValidator;
 use crate::run::refusals::Refused;
 use crate::run::trial::{self, Candidate, KnownStore, UnsavedSecrets};
@@ -168,7 +168,7 @@ impl Starter<'_> {
             self.try_devices(config, &uplink.iface, Purpose::Use).await?;
         }
         let host = self.host(&uplink.iface);
-        let prepare = async |backend: &BackendInUse| prepare(&host, backend).await;
+        let prepare = async |backend: &ActiveBackend| prepare(&host, backend).await;
         let user = |order: &NodeBackends, usage: &BackendUse| {
             // Before the first network nothing can stay as it is.
             let own = self.last.as_ref()?.own;

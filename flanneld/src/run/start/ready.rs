@@ -6,14 +6,14 @@ use std::time::SystemTime;
 use flannel_core::lease::View;
 use flannel_core::{Config, Kernel};
 use flannel_doctor::paths::Paths;
-use flannel_route::HostNetwork;
+use flannel_route::Joined;
 use flannel_route::admission::Handshakes;
 use tokio::sync::watch;
 
 use super::choice::Before;
 use crate::config::DaemonConfig;
 use crate::observe::{Rulebook, Running};
-use crate::run::backends::{BackendRecord, BackendsInUse};
+use crate::run::backends::{ActiveBackends, BackendRecord};
 use crate::run::config_validator::ConfigValidator;
 use crate::run::refusals::Refused;
 use crate::run::uplink::Chosen;
@@ -24,9 +24,9 @@ pub(in crate::run) struct Ready {
     /// The config of the store, if no network can be built from it here.
     pub(in crate::run) refused: Option<Refused>,
     pub(in crate::run) before: Before,
-    pub(in crate::run) backends: BackendsInUse,
+    pub(in crate::run) backends: ActiveBackends,
     pub(in crate::run) record: Arc<BackendRecord>,
-    pub(in crate::run) network: HostNetwork,
+    pub(in crate::run) joined: Joined,
     /// Tells the network which handshakes have completed.
     pub(in crate::run) handshakes: watch::Sender<Handshakes>,
     /// The results of the probes of paths; `None` if paths are not probed.
@@ -61,7 +61,7 @@ impl Ready {
             links: footprint.links.into_iter().collect(),
             iface: self.uplink.iface.clone(),
             kernel: Arc::clone(&self.uplink.kernel) as Arc<dyn Kernel>,
-            handle: self.network.handle(),
+            handle: self.joined.network.handle(),
             views: self.views.clone(),
             rulebook,
             lapsed: self.lapsed,

@@ -116,7 +116,12 @@ fn a_ca_file_alone_enables_tls_and_a_wrong_one_stops_the_daemon() {
             (Authority::new(dir.path(), "ours"), Authority::new(dir.path(), "theirs"));
         let server = ours.sign_into(dir.path(), "server", 2090);
         let file = |path: &std::path::Path| path.to_str().unwrap().to_owned();
-        let args = ["--cert-file".into(), file(&server.0), "--key-file".into(), file(&server.1)];
+        let args = [
+            "--cert-file".into(),
+            file(&server.certificate),
+            "--key-file".into(),
+            file(&server.key),
+        ];
         let etcd = Etcd::spawn("https", &args);
         let start = |authority: &Authority| {
             let cafile = file(&authority.file);
@@ -160,11 +165,23 @@ fn sighup_makes_the_daemon_read_rotated_certificates() {
         }
         let server = first.sign_into(dir.path(), "server", 2090);
         let client = first.sign_into(dir.path(), "client", 2090);
-        let args =
-            ["--cert-file", &file(&server.0), "--key-file", &file(&server.1), "--client-cert-auth"];
+        let args = [
+            "--cert-file",
+            &file(&server.certificate),
+            "--key-file",
+            &file(&server.key),
+            "--client-cert-auth",
+        ];
         let args = args.into_iter().chain(["--trusted-ca-file", &etcd_cafile]).map(str::to_owned);
         let mut etcd = Etcd::spawn("https", &args.collect::<Vec<_>>());
-        let own = ["--cacert", &cafile, "--cert", &file(&client.0), "--key", &file(&client.1)];
+        let own = [
+            "--cacert",
+            &cafile,
+            "--cert",
+            &file(&client.certificate),
+            "--key",
+            &file(&client.key),
+        ];
         let put = |etcd: &Etcd, key: &str, value: &str| {
             etcd.etcdctl(
                 &own.into_iter()
@@ -173,7 +190,8 @@ fn sighup_makes_the_daemon_read_rotated_certificates() {
             );
         };
         let options = ["--etcd-endpoints", &etcd.endpoint, "--etcd-cafile", &cafile];
-        let pair = ["--etcd-certfile", &file(&client.0), "--etcd-keyfile", &file(&client.1)];
+        let pair =
+            ["--etcd-certfile", &file(&client.certificate), "--etcd-keyfile", &file(&client.key)];
         let mut daemon = start_on_switch(dir.path(), &[options, pair].concat());
         daemon.wait_for_log("holds no network config yet").await;
         put(&etcd, "config", super::fixture::CONFIG);

@@ -18,7 +18,12 @@ fn the_unit_allows_all_system_calls_of_the_daemon() {
         let ours = Authority::new(dir.path(), "ours");
         let server = ours.sign_into(dir.path(), "server", 2090);
         let client = ours.sign_into(dir.path(), "client", 2090);
-        let args = ["--cert-file".into(), file(&server.0), "--key-file".into(), file(&server.1)];
+        let args = [
+            "--cert-file".into(),
+            file(&server.certificate),
+            "--key-file".into(),
+            file(&server.key),
+        ];
         let mut etcd = Etcd::spawn("https", &args);
         let endpoint = etcd.endpoint.replace("127.0.0.1", "localhost");
         let trace = dir.path().join("trace");
@@ -30,7 +35,12 @@ fn the_unit_allows_all_system_calls_of_the_daemon() {
             "--etcd-cafile",
             &file(&ours.file),
         ]);
-        command.args(["--etcd-certfile", &file(&client.0), "--etcd-keyfile", &file(&client.1)]);
+        command.args([
+            "--etcd-certfile",
+            &file(&client.certificate),
+            "--etcd-keyfile",
+            &file(&client.key),
+        ]);
         command.arg("--subnet-file").arg(dir.path().join("run/subnet.env"));
         command.arg("--state-dir").arg(dir.path().join("state"));
         let mut daemon = Daemon::start(&mut command);

@@ -14,7 +14,7 @@ use super::{PORT, Pair, pause};
 
 /// The datagrams of a call.
 const BATCH: usize = 64;
-/// The host of the flood, which is no node.
+/// The host of the flood, which is not a node.
 const STRANGER: &str = "192.168.77.200";
 
 /// The stream beside a flood.
@@ -58,10 +58,12 @@ fn during<T>(
     // A hostile packet that passes arrives here.
     let inbox = victim.run(|| UdpSocket::bind(at))??;
     inbox.set_nonblocking(true)?;
-    let (sent, ends) = (AtomicU64::new(0), AtomicBool::new(false));
+    let sent = AtomicU64::new(0);
+    let ends = AtomicBool::new(false);
     let result = std::thread::scope(|scope| {
         let flood = scope.spawn(|| flood(&socket, (host, port).into(), [peer, pod], &sent, &ends));
-        let (begin, before) = (Instant::now(), sent.load(Ordering::Relaxed));
+        let begin = Instant::now();
+        let before = sent.load(Ordering::Relaxed);
         let done = work();
         let count = sent.load(Ordering::Relaxed) - before;
         let rate = count as f64 / begin.elapsed().as_secs_f64() / 1e3;

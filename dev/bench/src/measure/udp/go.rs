@@ -42,15 +42,16 @@ impl Pair {
             processes.0.push(child.with_context(|| format!("{command:?}"))?);
             Ok(())
         };
-        let (url, etcd) = (format!("http://{address}:2379"), |name: &str, default: &str| {
-            std::env::var_os(name).unwrap_or_else(|| default.into())
-        });
-        let mut command = Command::new(etcd("ETCD", "etcd"));
+        let url = format!("http://{address}:2379");
+        let tool = |variable: &str, default: &str| {
+            std::env::var_os(variable).unwrap_or_else(|| default.into())
+        };
+        let mut command = Command::new(tool("ETCD", "etcd"));
         command.args(["--listen-client-urls", &url, "--advertise-client-urls", &url]);
         spawn(0, command.arg("--data-dir").arg(hosts[0].dir().join("etcd")))?;
         let begin = Instant::now();
         loop {
-            let mut command = Command::new(etcd("ETCDCTL", "etcdctl"));
+            let mut command = Command::new(tool("ETCDCTL", "etcdctl"));
             command.env("ETCDCTL_API", "3").args(["--endpoints", &url, "put"]);
             command.arg(format!("{PREFIX}/config")).arg(CONFIG);
             if hosts[0].namespace().output(&mut command)?.status.success() {

@@ -20,9 +20,9 @@ use crate::parts::report::{Report, median};
 const ROUNDS: usize = 7;
 /// The smallest share of the throughput of one stream without the guard.
 const SHARE: f64 = 0.95;
-/// The same for small packets. The aim of 0.95 is out of reach for rules of nf_tables where the
-/// cores of one machine do the work of both hosts: on the way of each packet its four chains are
-/// called seven times, and without any rule in them the share is 0.95 at most.
+/// The smallest share for small packets. The aim of 0.95 is out of reach for rules of nf_tables
+/// where the cores of one machine do the work of both hosts: on the way of each packet its four
+/// chains are called seven times, and without any rule in them the share is 0.95 at most.
 const SHARE_OF_PACKETS: f64 = 0.8;
 /// The longest time for all pairs, in seconds.
 const LOAD: f64 = 0.5;

@@ -49,8 +49,8 @@ pub(super) fn measure() -> anyhow::Result<Vec<f64>> {
     })?;
     let line = printed.lines().find(|line| line.starts_with('{'));
     let found: Value = serde_json::from_str(line.context("the guest printed no figures")?)?;
-    let ratio = |(what, _): (&str, usize)| found[what].as_f64();
-    let ratios: Option<Vec<f64>> = FIGURES.into_iter().map(ratio).collect();
+    let ratios: Option<Vec<f64>> =
+        FIGURES.into_iter().map(|(what, _)| found[what].as_f64()).collect();
     ratios.with_context(|| format!("a figure is missing: {found}"))
 }
 

@@ -57,7 +57,8 @@ pub(super) fn measure(count: u32, interrupter: &Interrupter) -> anyhow::Result<F
         }
         Ok(())
     })?;
-    let (process, begin) = (Process(&pair), Instant::now());
+    let process = Process(&pair);
+    let begin = Instant::now();
     while process.status().is_ok_and(|status| status.peers.len() <= count as usize) {
         ensure!(begin.elapsed() < PATIENCE, "not all peers are there");
         pause(Duration::from_millis(50));
@@ -69,10 +70,12 @@ pub(super) fn measure(count: u32, interrupter: &Interrupter) -> anyhow::Result<F
     pause(IDLE);
     let after: u64 = switches(pid)?.iter().map(|(_, count)| count).sum();
     let rss = process.rss()?;
-    let (mut packet, mut peers) = (0.0_f64, 0.0_f64);
+    let mut packet = 0.0_f64;
+    let mut peers = 0.0_f64;
     for _ in 0..KILLS {
         let [first, second] = process.kill()?;
-        (packet, peers) = (packet.max(first), peers.max(second));
+        packet = packet.max(first);
+        peers = peers.max(second);
         // So that the engine has rested, as usual.
         pause(Duration::from_secs(2));
     }
@@ -113,7 +116,8 @@ impl<'a> Process<'a> {
         kill(Pid::from_raw(i32::try_from(self.id()?)?), Signal::SIGKILL)?;
         let begin = Instant::now();
         let elapsed = || begin.elapsed().as_secs_f64() * 1e3;
-        let (mut packet, mut peers) = (None, None);
+        let mut packet = None;
+        let mut peers = None;
         while packet.is_none() || peers.is_none() {
             ensure!(begin.elapsed() < PATIENCE, "it is not back");
             if packet.is_none() {

@@ -100,7 +100,7 @@ fn frame(host: &Host, packet: &[u8]) -> Vec<u8> {
     packet::vxlan(mac.0, packet)
 }
 
-/// The packets that a host's guard has refused by reason; `None`: it has none.
+/// The packets that a host's guard has refused by reason, or `None` if the host has no guard.
 fn refused(host: &Host) -> Option<(bool, [u64; 3])> {
     let guard = Cluster::ctl(host, "status").0["network"]["guard"].clone();
     let count = |reason: &str| guard["packets"][reason].as_u64();
@@ -108,7 +108,7 @@ fn refused(host: &Host) -> Option<(bool, [u64; 3])> {
     Some((guard["drops"].as_bool()?, counts))
 }
 
-/// The same by reason, as soon as there is a guard.
+/// The packets that a host's guard has refused by reason, as soon as there is a guard.
 fn counts(host: &Host) -> [u64; 3] {
     let (_, counts) = eventually(PATIENCE, || refused(host), || host.log().unwrap());
     counts

@@ -205,7 +205,8 @@ fn a_stranger_and_a_pod_with_raw_sockets_harm_nobody() {
         let backend = json!({ "Type": "udp", "Path": "process" });
         let lab = traffic::up(backend);
         let [host, other, _] = lab.hosts() else { panic!("three hosts") };
-        let (pod, target) = (host.pod().unwrap(), other.pod().unwrap());
+        let pod = host.pod().unwrap();
+        let target = other.pod().unwrap();
         let mut raw = raw_device(&pod);
         let traffic = Traffic::start(&lab);
         traffic.wait_for_arrivals();

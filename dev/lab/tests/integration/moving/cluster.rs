@@ -208,7 +208,8 @@ impl Connection {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let client = std::thread::spawn(move || {
-            let (mut chunk, mut count) = (vec![0; CHUNK], 0_usize);
+            let mut chunk = vec![0; CHUNK];
+            let mut count = 0_usize;
             while !stopped.load(Ordering::Relaxed) {
                 let sent = vec![count as u8; CHUNK];
                 stream.write_all(&sent).map_err(|error| format!("chunk {count}: {error}"))?;

@@ -18,7 +18,7 @@ fn ip(host: &Host, arguments: &str) {
     host.run("ip", &arguments.split(' ').collect::<Vec<_>>()).unwrap();
 }
 
-/// A backend whose device this kernel does not have; `None`: it has all.
+/// A backend whose device this kernel does not have, or `None` if it has all devices.
 fn missing_kind(host: &Host) -> Option<&'static str> {
     let is_there = |kind: &str| {
         let made = host.run("ip", &["link", "add", "probe0", "type", kind]).is_ok();

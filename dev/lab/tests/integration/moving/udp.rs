@@ -42,7 +42,8 @@ fn kind(host: &Host) -> &'static str {
 fn too_large(host: &Host) -> u64 {
     let counts = host.run("cat", &["/proc/net/snmp"]).unwrap();
     let mut lines = counts.lines().filter_map(|line| line.strip_prefix("Ip: "));
-    let (names, counts) = (lines.next().unwrap(), lines.next().unwrap());
+    let names = lines.next().unwrap();
+    let counts = lines.next().unwrap();
     let mut all = names.split(' ').zip(counts.split(' '));
     all.find(|(name, _)| *name == "FragFails").unwrap().1.parse().unwrap()
 }
@@ -55,7 +56,8 @@ fn stream_arrives(from: &Pod, to: &Pod) {
     let sent: Vec<u8> = (0..1 << 20).map(|n: u32| (n / 3) as u8).collect();
     std::thread::scope(|scope| {
         let received = scope.spawn(|| {
-            let (mut stream, mut received) = (listener.accept().unwrap().0, Vec::new());
+            let mut stream = listener.accept().unwrap().0;
+            let mut received = Vec::new();
             stream.set_read_timeout(Some(PACE.patience)).unwrap();
             stream.read_to_end(&mut received).unwrap();
             received

@@ -53,7 +53,7 @@ fn nft(host: &Host, commands: &[&str]) {
     }
 }
 
-/// Counts the packets of pods that leave a host unencrypted: those of vxlan, and plain ones.
+/// Counts the packets of pods that leave a host unencrypted: packets of vxlan, and plain packets.
 struct Watch<'a>(&'a Lab);
 
 impl<'a> Watch<'a> {
@@ -106,7 +106,8 @@ fn a_move_to_required_encryption_sends_no_packet_unencrypted() {
     in_qemu(&MODULES, || {
         let cluster = Cluster::start(lab(), "vxlan", PACE);
         let traffic = Traffic::start_every(PACE.gap, &cluster.lab);
-        let (hosts, watch) = (cluster.lab.hosts(), Watch::start(&cluster.lab));
+        let hosts = cluster.lab.hosts();
+        let watch = Watch::start(&cluster.lab);
         traffic.wait_for_arrivals();
         let mut before = Vec::new();
         for (n, host) in hosts.iter().enumerate() {

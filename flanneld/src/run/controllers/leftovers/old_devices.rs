@@ -12,13 +12,13 @@ use tokio::sync::watch;
 
 use super::{is_settled, log_removal};
 use crate::config::DaemonConfig;
-use crate::run::backends::{BackendRecord, BackendsInUse, devices};
+use crate::run::backends::{ActiveBackends, BackendRecord, devices};
 
 /// The devices of dropped backends.
 pub(crate) struct OldDevices<'a> {
     pub(crate) settings: &'a DaemonConfig,
     /// The backends of the network.
-    pub(crate) backends: &'a BackendsInUse,
+    pub(crate) backends: &'a ActiveBackends,
     pub(crate) record: &'a BackendRecord,
 }
 

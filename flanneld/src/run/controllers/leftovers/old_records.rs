@@ -15,7 +15,7 @@ use tokio::time::sleep;
 
 use super::{is_settled, log_removal};
 use crate::config::DaemonConfig;
-use crate::run::backends::{BackendRecord, BackendsInUse};
+use crate::run::backends::{ActiveBackends, BackendRecord};
 
 /// The pause between two reads. Commands of the other backend may still run at the first one.
 const PAUSE: Duration = Duration::from_secs(5);
@@ -29,7 +29,7 @@ const QUIET: u32 = 14;
 pub(super) struct OldRecords<'a> {
     pub(super) settings: &'a DaemonConfig,
     /// The backends of the network.
-    pub(super) backends: &'a BackendsInUse,
+    pub(super) backends: &'a ActiveBackends,
     pub(super) record: &'a BackendRecord,
 }
 

@@ -1,9 +1,10 @@
-//! The claim of a data plane on its device: two processes with the same device and port would take
-//! each other's packets.
+//! The lock of a device: two processes with the same device and port would take each other's
+//! packets.
 //!
-//! A queue of the device is the claim, because only a process with `CAP_NET_ADMIN` can have one. A
-//! socket with an abstract name keeps two processes from opening queues at the same time. Every
-//! process can have that name, so a process that has the name but no queue is no obstacle.
+//! A process that has a queue of the device holds the lock, because only a process with
+//! `CAP_NET_ADMIN` can have one. A socket with an abstract name keeps two processes from opening
+//! queues at the same time. Every process can have that name, so a process that has the name but
+//! no queue does not hold the lock.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,13 +19,13 @@ use crate::in_use;
 const ENDING: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// A claim on a device of this network namespace. It lasts as long as its descriptor is open in any
-/// process.
+/// The lock of a device of this network namespace. It lasts as long as its descriptor is open in
+/// any process.
 #[derive(Debug)]
-pub(crate) struct Claim(OwnedFd);
+pub(crate) struct DeviceLock(OwnedFd);
 
-impl Claim {
-    /// Claims a device. Waits for another process that is ending, at most a second.
+impl DeviceLock {
+    /// Locks a device. Waits for another process that is ending, at most a second.
     ///
     /// # Errors
     /// Another process has a queue of the device, or the device cannot be looked at.
@@ -34,10 +35,10 @@ impl Claim {
         // Abstract names belong to a network namespace, as devices do, and end with the socket.
         let address = SocketAddr::from_abstract_name(&name).map_err(named)?;
         let begin = Instant::now();
-        let mut claim = None;
+        let mut bound = None;
         loop {
-            if claim.is_none() {
-                claim = match UnixDatagram::bind_addr(&address) {
+            if bound.is_none() {
+                bound = match UnixDatagram::bind_addr(&address) {
                     Ok(socket) => Some(socket),
                     Err(error) if error.kind() == io::ErrorKind::AddrInUse => None,
                     Err(error) => return Err(named(error)),
@@ -45,13 +46,13 @@ impl Claim {
             }
             let is_in_use = in_use::is_in_use(device).map_err(named)?;
             let is_late = begin.elapsed() >= ENDING;
-            match claim.take() {
+            match bound.take() {
                 Some(socket) if !is_in_use => return Ok(Self(socket.into())),
                 _ if is_late && is_in_use => {
-                    return Err(Error::Claimed { device: device.to_owned() });
+                    return Err(Error::DeviceTaken { device: device.to_owned() });
                 }
                 None if is_late => break,
-                waiting => claim = waiting,
+                waiting => bound = waiting,
             }
             std::thread::park_timeout(PAUSE);
         }
@@ -60,13 +61,13 @@ impl Claim {
         Ok(Self(nameless.into()))
     }
 
-    /// The claim of another process, which has sent its descriptor.
+    /// The lock of another process, which has sent its descriptor.
     pub(crate) const fn adopt(fd: OwnedFd) -> Self {
         Self(fd)
     }
 }
 
-impl AsFd for Claim {
+impl AsFd for DeviceLock {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -90,23 +91,24 @@ mod tests {
     }
 
     #[test]
-    fn a_device_has_one_claim_and_a_process_that_ends_is_awaited() {
+    fn a_device_has_one_lock_and_a_process_that_ends_is_awaited() {
         in_netns(|| {
-            let first = Claim::new(DEVICE).unwrap();
+            let first = DeviceLock::new(DEVICE).unwrap();
             let first_queue = queue();
             // Also while the device is down.
             for state in ["down", "up"] {
                 ip(&format!("link set {DEVICE} {state}"));
-                let second = Claim::new(DEVICE);
-                assert!(matches!(second, Err(Error::Claimed { .. })), "{state}: {second:?}");
+                let second = DeviceLock::new(DEVICE);
+                assert!(matches!(second, Err(Error::DeviceTaken { .. })), "{state}: {second:?}");
             }
-            let adopted = Claim::adopt(first.as_fd().try_clone_to_owned().unwrap());
+            let adopted = DeviceLock::adopt(first.as_fd().try_clone_to_owned().unwrap());
             drop(first);
             std::thread::scope(|scope| {
-                let waiting = scope.spawn(|| Claim::new(DEVICE));
+                let waiting = scope.spawn(|| DeviceLock::new(DEVICE));
                 // It also passes if the thread begins later.
                 std::thread::park_timeout(ENDING / 10);
-                drop((adopted, first_queue));
+                drop(adopted);
+                drop(first_queue);
                 waiting.join().unwrap().unwrap();
             });
         });
@@ -114,34 +116,34 @@ mod tests {
 
     /// A data plane that found the name taken has only its queue.
     #[test]
-    fn a_queue_alone_is_a_claim() {
+    fn a_queue_alone_locks_the_device() {
         in_netns(|| {
             let _queue = queue();
-            let claim = Claim::new(DEVICE);
-            assert!(matches!(claim, Err(Error::Claimed { .. })), "{claim:?}");
+            let lock = DeviceLock::new(DEVICE);
+            assert!(matches!(lock, Err(Error::DeviceTaken { .. })), "{lock:?}");
         });
     }
 
     /// A program without rights must not keep the data plane from its device.
     #[test]
-    fn a_name_without_a_queue_is_no_claim() {
+    fn a_name_without_a_queue_locks_nothing() {
         in_netns(|| {
             let address = SocketAddr::from_abstract_name(format!("flannel-udp/{DEVICE}")).unwrap();
             let _stranger = UnixDatagram::bind_addr(&address).unwrap();
-            Claim::new(DEVICE).unwrap();
+            DeviceLock::new(DEVICE).unwrap();
             // The device may exist without a process.
             drop(queue());
-            Claim::new(DEVICE).unwrap();
+            DeviceLock::new(DEVICE).unwrap();
         });
     }
 
     /// The error of the attempt to open it is better.
     #[test]
-    fn a_device_of_another_kind_is_not_claimed() {
+    fn a_device_of_another_kind_is_not_locked() {
         in_netns(|| {
             ip("link add flannel0 type bridge");
             ip("link set flannel0 up");
-            Claim::new(DEVICE).unwrap();
+            DeviceLock::new(DEVICE).unwrap();
         });
     }
 }

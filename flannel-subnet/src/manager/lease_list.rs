@@ -1,5 +1,5 @@
-//! A node's view of the list of all leases: its own entry, the occupied subnets, and whether an
-//! entry can be kept.
+//! What a node looks up in the list of all leases: its own entry, the occupied subnets, and whether
+//! it can keep an entry.
 
 use std::net::IpAddr;
 
@@ -9,9 +9,9 @@ use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Config, Subnets};
 
 use super::Identity;
-use crate::registry::{ConfigText, Entry, Listing};
+use crate::registry::{ConfigText, Entry, LeaseList};
 
-/// The address that identifies a node: IPv4, or IPv6 without IPv4.
+/// The address that identifies a node: the IPv4 address, or the IPv6 address if it has no IPv4.
 fn identifying(attrs: &LeaseAttrs, families: impl Iterator<Item = Family>) -> Option<IpAddr> {
     families.filter_map(|family| attrs.preferred.public[family]).next()
 }
@@ -21,32 +21,37 @@ pub(super) fn as_stored(attrs: &LeaseAttrs) -> LeaseAttrs {
     LeaseAttrs::from_json(&attrs.to_json()).unwrap_or_else(|_| attrs.clone())
 }
 
-/// The entry with our holder ID, else an entry with our public address. Of several entries, the one
-/// with the previous subnets, else the one with the smallest precedence.
+/// The entry with our holder ID, else an entry with our public address. If several entries match,
+/// it is the entry with the previous subnets, else the entry with the smallest precedence.
 pub(super) fn own_entry<'a>(
-    listing: &'a Listing,
+    listing: &'a LeaseList,
     us: &Identity,
     config: &Config,
     attrs: &LeaseAttrs,
 ) -> Option<&'a Entry> {
     let address = identifying(attrs, config.networks.families());
-    let public = |entry: &Entry, address| entry.lease.attrs.preferred.public[Family::of(address)];
-    let same_address =
-        |entry: &Entry| address.is_some_and(|address| public(entry, address) == Some(address));
-    let our_id = |entry: &Entry| entry.holder == Some(us.holder);
-    let had_before = |entry: &Entry| Some(entry.lease.subnets) == us.previous;
-    let ours = listing.entries.iter().filter(|entry| our_id(entry) || same_address(entry));
-    ours.min_by_key(|entry| (!our_id(entry), !had_before(entry), entry.lease.precedence()))
+    let has_our_id = |entry: &Entry| entry.holder == Some(us.holder);
+    let has_our_address = |entry: &Entry| {
+        let public = entry.lease.attrs.preferred.public;
+        address.is_some_and(|address| public[Family::of(address)] == Some(address))
+    };
+    listing.entries.iter().filter(|entry| has_our_id(entry) || has_our_address(entry)).min_by_key(
+        |entry| {
+            let is_previous = Some(entry.lease.subnets) == us.previous;
+            // `false` comes first.
+            (!has_our_id(entry), !is_previous, entry.lease.precedence())
+        },
+    )
 }
 
 /// The subnets that a new lease must not overlap, including unreadable keys.
-pub(super) fn occupied(listing: &Listing) -> impl Iterator<Item = Subnets> {
+pub(super) fn occupied(listing: &LeaseList) -> impl Iterator<Item = Subnets> {
     let unreadable = listing.skipped.iter().filter_map(|skipped| skipped.key.parse().ok());
     listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable)
 }
 
-/// The reason why the entry cannot be our lease, if there is one.
-pub(super) fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option<String> {
+/// Why the entry cannot be our lease, or `None` if it can.
+pub(super) fn unfit(config: &Config, listing: &LeaseList, entry: &Entry) -> Option<String> {
     if !fits(config, &entry.lease.subnets) {
         return Some("it does not fit the network config".into());
     }
@@ -59,14 +64,16 @@ pub(super) fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option
 }
 
 /// An overlapping entry that was created earlier, so that this one never owned its subnets.
-pub(super) fn earlier<'a>(listing: &'a Listing, entry: &Entry) -> Option<&'a Entry> {
-    let overlaps = |other: &&Entry| other.lease.subnets.overlaps(&entry.lease.subnets);
-    let overlapping = listing.entries.iter().filter(overlaps);
-    let first = overlapping.min_by_key(|other| other.lease.precedence())?;
+pub(super) fn earlier<'a>(listing: &'a LeaseList, entry: &Entry) -> Option<&'a Entry> {
+    let first = listing
+        .entries
+        .iter()
+        .filter(|other| other.lease.subnets.overlaps(&entry.lease.subnets))
+        .min_by_key(|other| other.lease.precedence())?;
     (first.lease.precedence() < entry.lease.precedence()).then_some(first)
 }
 
-/// The pod networks of the config have these subnets.
+/// Whether the pod networks of the config contain these subnets.
 pub(super) fn is_config_of(text: &ConfigText, subnets: &Subnets) -> bool {
     let Ok(config) = Config::parse(&text.text) else { return false };
     Family::BOTH.into_iter().all(|family| match (config.networks[family], subnets.family(family)) {
@@ -76,7 +83,8 @@ pub(super) fn is_config_of(text: &ConfigText, subnets: &Subnets) -> bool {
     })
 }
 
-/// The subnets are of exactly the enabled families, of the right length, and between min and max.
+/// Whether the subnets are of exactly the enabled families, of the right length, and between min
+/// and max.
 pub(super) fn fits(config: &Config, subnets: &Subnets) -> bool {
     Family::BOTH.into_iter().all(|family| match (config.networks[family], subnets.family(family)) {
         (Some(network), Some(subnet)) => {

@@ -10,15 +10,17 @@ use tokio::time::Instant;
 
 use crate::registry::history::History;
 use crate::registry::{
-    Entry, HolderId, LeaseGrant, Listing, Now, SkipReason, Skipped, value_to_write,
+    Entry, HolderId, LeaseGrant, LeaseList, Now, SkipReason, Skipped, value_to_write,
 };
 
-/// The content of a store, and its changes.
+/// The content of a store in memory, its latest changes, and the faults that a test has set.
 #[derive(Debug, Default)]
-pub(crate) struct State {
+pub(crate) struct MemoryStore {
     pub(crate) config: Option<String>,
     pub(crate) history: History,
+    /// Every request fails.
     pub(crate) outage: bool,
+    /// The delay of each reply.
     pub(crate) delay: Duration,
     keys: BTreeMap<String, Stored>,
     holders: BTreeMap<HolderId, Holder>,
@@ -26,7 +28,7 @@ pub(crate) struct State {
 
 #[derive(Debug)]
 struct Stored {
-    /// Key and value, or the reason why they are unreadable.
+    /// The key and the value, or the reason why they are unreadable.
     content: Result<(Subnets, LeaseAttrs), SkipReason>,
     holder: Option<HolderId>,
     since: Revision,
@@ -41,18 +43,22 @@ struct Holder {
 
 /// The subnets and attributes of a key and its value.
 fn read(key: &str, value: &str) -> Result<(Subnets, LeaseAttrs), SkipReason> {
-    let subnets = key.parse();
-    let subnets = subnets.map_err(|error: ParseError| SkipReason::unreadable(&error))?;
+    let subnets = key.parse().map_err(|error: ParseError| SkipReason::unreadable(&error))?;
     TooLarge::check(value.len())?;
-    let attrs = LeaseAttrs::from_json(value);
-    Ok((subnets, attrs.map_err(|error| SkipReason::unreadable(&error))?))
+    let attrs = LeaseAttrs::from_json(value).map_err(|error| SkipReason::unreadable(&error))?;
+    Ok((subnets, attrs))
 }
 
-impl State {
+impl MemoryStore {
     /// Ends the expired holders.
     pub(crate) fn expire(&mut self, now: Instant) {
-        let over = self.holders.iter().filter(|(_, holder)| holder.end <= now);
-        for holder in over.map(|(holder, _)| *holder).collect::<Vec<_>>() {
+        let expired: Vec<HolderId> = self
+            .holders
+            .iter()
+            .filter(|(_, holder)| holder.end <= now)
+            .map(|(id, _)| *id)
+            .collect();
+        for holder in expired {
             self.end_holder(holder);
         }
     }
@@ -62,10 +68,16 @@ impl State {
         self.holders.values().map(|holder| holder.end).min()
     }
 
+    /// Forgets a holder and deletes its keys.
     pub(crate) fn end_holder(&mut self, holder: HolderId) {
         self.holders.remove(&holder);
-        let keys = self.keys.iter().filter(|(_, stored)| stored.holder == Some(holder));
-        for key in keys.map(|(key, _)| key.clone()).collect::<Vec<_>>() {
+        let keys: Vec<String> = self
+            .keys
+            .iter()
+            .filter(|(_, stored)| stored.holder == Some(holder))
+            .map(|(key, _)| key.clone())
+            .collect();
+        for key in keys {
             self.remove(&key);
         }
     }
@@ -99,15 +111,16 @@ impl State {
         }
     }
 
-    pub(crate) fn list(&self) -> Listing {
-        let mut listing = Listing { revision: self.history.revision(), ..Listing::default() };
+    pub(crate) fn list(&self) -> LeaseList {
+        let mut listing = LeaseList { revision: self.history.revision(), ..LeaseList::default() };
         for (key, stored) in &self.keys {
             match self.read(key) {
                 Now::Held(entry) => listing.entries.push(entry),
-                Now::Unreadable(reason) => {
-                    let (key, revision) = (key.clone(), stored.revision);
-                    listing.skipped.push(Skipped { key, reason, revision });
-                }
+                Now::Unreadable(reason) => listing.skipped.push(Skipped {
+                    key: key.clone(),
+                    reason,
+                    revision: stored.revision,
+                }),
                 Now::Gone => (),
             }
         }
@@ -124,7 +137,7 @@ impl State {
         }
     }
 
-    /// Writes a key at this revision (`None`: a key that does not exist).
+    /// Writes a key at this revision. If `at` is `None`, the key must not exist.
     pub(crate) fn write(
         &mut self,
         subnets: &Subnets,
@@ -154,7 +167,7 @@ impl State {
         Some(self.holders.get(&holder)?.end.saturating_duration_since(Instant::now()))
     }
 
-    /// The key, if it is at this revision (`None`: if it does not exist).
+    /// The key, if it is at this revision. If `at` is `None`, the key must not exist.
     fn key_at(&self, subnets: &Subnets, at: Option<Revision>) -> Result<String> {
         let key = subnets.to_string();
         if self.keys.get(&key).map(|stored| stored.revision) == at {

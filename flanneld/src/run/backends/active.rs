@@ -8,7 +8,7 @@ use flannel_core::kernel::Footprint;
 use flannel_core::object::{Key, LinkName};
 use flannel_core::status::{Failure, Status};
 use flannel_core::{Backend, Config};
-use flannel_route::PreparedMember;
+use flannel_route::PreparedBackend;
 use flannel_route::moving::{BackendUse, NodeBackends};
 
 use crate::config::DaemonConfig;
@@ -16,7 +16,7 @@ use crate::error::Error;
 
 /// A backend that runs.
 #[derive(Clone)]
-pub(crate) struct BackendInUse {
+pub(crate) struct ActiveBackend {
     pub(crate) backend: Arc<dyn Backend>,
     /// The network config with this backend.
     pub(crate) config: Config,
@@ -25,34 +25,38 @@ pub(crate) struct BackendInUse {
 
 /// The backends of one network, ready to be joined.
 pub(crate) struct PreparedBackends {
-    pub(crate) backends: BackendsInUse,
-    /// The preparation of each backend, in the order of [`BackendsInUse::all`].
+    pub(crate) backends: ActiveBackends,
+    /// The preparation of each backend, in the order of [`ActiveBackends::all`].
     pub(super) prepared: Vec<Prepared>,
 }
 
 impl PreparedBackends {
-    /// The members for [`Host::join_prepared`](flannel_route::Host::join_prepared).
-    pub(crate) fn members(&mut self) -> Vec<PreparedMember<'_>> {
+    /// The backends for [`Host::join_prepared`](flannel_route::Host::join_prepared).
+    pub(crate) fn to_join(&mut self) -> Vec<PreparedBackend<'_>> {
         let prepared = std::mem::take(&mut self.prepared);
-        let all = self.backends.all.iter().zip(prepared);
-        all.map(|(it, prepared)| PreparedMember {
-            backend: &*it.backend,
-            config: &it.config,
-            prepared,
-        })
-        .collect()
+        let ranks = self.backends.offer_ranks();
+        self.backends
+            .all
+            .iter()
+            .zip(prepared)
+            .zip(ranks)
+            .map(|((it, prepared), rank)| {
+                let in_use = flannel_route::BackendInUse::new(&*it.backend, &it.config);
+                PreparedBackend { in_use: in_use.with_offer_rank(rank), prepared }
+            })
+            .collect()
     }
 }
 
 /// The backends of one network.
 #[derive(Clone)]
-pub(crate) struct BackendsInUse {
+pub(crate) struct ActiveBackends {
     /// In the order in which they are used for a peer that offers several.
-    pub(crate) all: Vec<BackendInUse>,
+    pub(crate) all: Vec<ActiveBackend>,
     /// In the order of the offers in the lease.
     pub(crate) order: NodeBackends,
     /// The backends that cannot be set up now. They are recorded, and tried again.
-    pub(crate) absent: Vec<BackendInUse>,
+    pub(crate) absent: Vec<ActiveBackend>,
     /// The backend of the network config.
     pub(crate) target: Arc<dyn Backend>,
 }
@@ -68,16 +72,17 @@ pub(crate) enum Devices {
     Unknown,
 }
 
-impl BackendsInUse {
+impl ActiveBackends {
     /// Whether this backend is one of them.
     pub(crate) fn runs(&self, backend: &dyn Backend) -> bool {
         self.all.iter().any(|it| it.backend.kind() == backend.kind())
     }
 
-    /// The places in `all` of the backends whose offers are published, the preferred one first.
-    pub(crate) fn offers(&self) -> Vec<usize> {
-        let place = |usage: &BackendUse| self.all.iter().position(|it| it.usage == *usage);
-        self.order.offered().filter_map(place).collect()
+    /// The place of each backend's offer in the lease, in the order of `all`, or `None` if its offer
+    /// is not published.
+    fn offer_ranks(&self) -> Vec<Option<usize>> {
+        let rank = |it: &ActiveBackend| self.order.offered().position(|usage| *usage == it.usage);
+        self.all.iter().map(rank).collect()
     }
 
     /// The devices on which a handshake decides whether a peer is reached by the first backend or
@@ -128,7 +133,7 @@ impl BackendsInUse {
     /// The options of a backend are wrong.
     pub(crate) fn footprint(&self, uplink: Option<LinkName>) -> Result<Footprint, Error> {
         let mut footprint = Footprint::default();
-        for BackendInUse { backend, config, .. } in &self.all {
+        for ActiveBackend { backend, config, .. } in &self.all {
             footprint.merge(backend.footprint(config, uplink)?);
         }
         Ok(footprint)

@@ -1,11 +1,12 @@
 //! The sockets that receive the datagrams of an address. No other process shares their port.
 //!
 //! A socket without `SO_REUSEPORT` has its port alone. Several queues need several sockets with one
-//! port, and so that option, by which every process of the same user could join them. The kernel
-//! refuses a new socket if the first one in its list that has the port does not share it. It adds
-//! sockets to the beginning or to the end of that list, so the first and the last socket of a group
-//! are *guards*. They stop sharing when all sockets are bound. The kernel gives a datagram to one
-//! of the other sockets: a guard is connected to itself, and a filter selects among the others.
+//! port, and so they need that option, by which every process of the same user could join them. The
+//! kernel refuses a new socket if the first socket in its list that has the port does not share it.
+//! It adds sockets to the beginning or to the end of that list. So the first and the last socket of
+//! a group are *guards*, which stop sharing when all sockets are bound. The kernel gives a datagram
+//! to one of the other sockets, because a guard is connected to itself and a filter selects among
+//! the others.
 //!
 //! **Source**: linux `net/ipv4/udp.c: udp_lib_get_port, compute_score`, `include/net/sock.h:
 //! sk_add_node_rcu`, `net/core/sock_reuseport.c: run_bpf_filter`.
@@ -29,16 +30,16 @@ const PAUSE: Duration = Duration::from_millis(2);
 
 /// The receiving sockets of an address.
 #[derive(Debug)]
-pub(crate) struct Group {
+pub(crate) struct SocketGroup {
     /// One for each queue, or one for all.
     pub(crate) receivers: Vec<Socket>,
     /// The first and the last socket of a group of several.
     pub(crate) guards: Vec<Socket>,
 }
 
-impl Group {
-    /// Opens the sockets of each address: `count` for each one, or one if the kernel does not keep
-    /// others from such a group.
+impl SocketGroup {
+    /// Opens `count` sockets for each address, or one if the kernel does not keep others from such
+    /// a group.
     ///
     /// # Errors
     /// The node has no such address, or another socket has the port.
@@ -59,7 +60,7 @@ impl Group {
             let receiver = Socket::bind(address, Binding::Receiver)?;
             return Ok(Self { receivers: vec![receiver], guards: Vec::new() });
         }
-        // It fails if anybody has the port.
+        // This fails if anybody has the port.
         let first = Socket::bind(address, Binding::FirstGuard)?;
         let mut receivers = Vec::new();
         for _ in 0..count {
@@ -76,8 +77,8 @@ impl Group {
     /// # Errors
     /// One has joined already, or can.
     fn close(&self, address: SocketAddr) -> io::Result<()> {
-        let Some(member) = self.receivers.first() else { return Ok(()) };
-        select(member, address.is_ipv6(), self.receivers.len())?;
+        let Some(receiver) = self.receivers.first() else { return Ok(()) };
+        attach_filter(receiver, address.is_ipv6(), self.receivers.len())?;
         for guard in &self.guards {
             setsockopt(guard, sockopt::ReusePort, &false)?;
         }
@@ -100,7 +101,8 @@ impl Group {
     }
 }
 
-/// Whether a socket can have an address. Waits for the end of another one that has it.
+/// Checks that a socket can have an address. If another socket has the port, waits at most
+/// `patience` for its end.
 ///
 /// # Errors
 /// The node has no such address, or another socket has the port.
@@ -120,11 +122,14 @@ pub(crate) fn usable(address: SocketAddr, patience: Duration) -> Result<(), Erro
 }
 
 /// Attaches the filter that selects a socket of a group by the sender's address and port. The
-/// first socket, a guard, has the number 0. `count`: of the sockets behind it.
-fn select(member: &Socket, is_v6: bool, count: usize) -> io::Result<()> {
+/// first socket, a guard, has the number 0. `count` receivers follow it. One of them gets the
+/// filter for all.
+fn attach_filter(receiver: &Socket, is_v6: bool, count: usize) -> io::Result<()> {
     // linux `include/uapi/linux/filter.h`: an offset from the network header.
     const NET: u32 = 0xfff0_0000;
-    let [source, ports] = if is_v6 { [20, 40] } else { [12, 20] };
+    // The last 32 bits of the source address.
+    let source = if is_v6 { 20 } else { 12 };
+    let ports = if is_v6 { 40 } else { 20 };
     let mut random = [0; 4];
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
     // Nobody can choose ports so that all packets go to one queue.
@@ -144,7 +149,7 @@ fn select(member: &Socket, is_v6: bool, count: usize) -> io::Result<()> {
         step(RETURN, 0),
     ];
     let program = sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
-    Ok(setsockopt(member, sockopt::AttachReusePortCbpf, &program)?)
+    Ok(setsockopt(receiver, sockopt::AttachReusePortCbpf, &program)?)
 }
 
 // linux `include/uapi/linux/bpf_common.h`.
@@ -196,7 +201,7 @@ mod tests {
     fn datagrams_are_spread_over_the_receivers() {
         in_netns(|| {
             for address in addresses() {
-                let groups = Group::open(&[address], 4).unwrap();
+                let groups = SocketGroup::open(&[address], 4).unwrap();
                 let group = &groups[0];
                 for _ in 0..400 {
                     let from = UdpSocket::bind((address.ip(), 0)).unwrap();
@@ -218,15 +223,17 @@ mod tests {
                 let first = bind(address, Binding::FirstGuard);
                 let receivers = vec![bind(address, Binding::SharedReceiver)];
                 let stranger = bind(address, Binding::SharedReceiver);
-                let group =
-                    Group { receivers, guards: vec![first, bind(address, Binding::LastGuard)] };
+                let group = SocketGroup {
+                    receivers,
+                    guards: vec![first, bind(address, Binding::LastGuard)],
+                };
                 let error = group.close(address).unwrap_err();
                 assert!(error.to_string().contains("has joined"), "{error}");
                 drop(group);
-                let error = Group::open(&[address], 2).unwrap_err();
+                let error = SocketGroup::open(&[address], 2).unwrap_err();
                 assert!(matches!(error, Error::PortTaken { .. }), "{error}");
                 drop(stranger);
-                Group::open(&[address], 2).unwrap();
+                SocketGroup::open(&[address], 2).unwrap();
             }
         });
     }
@@ -237,7 +244,7 @@ mod tests {
         in_netns(|| {
             for address in addresses() {
                 let receivers = [(); 2].map(|()| bind(address, Binding::SharedReceiver)).into();
-                let group = Group { receivers, guards: Vec::new() };
+                let group = SocketGroup { receivers, guards: Vec::new() };
                 let error = group.close(address).unwrap_err();
                 assert!(error.to_string().contains("does not keep others"), "{error}");
             }

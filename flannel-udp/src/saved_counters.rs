@@ -1,4 +1,4 @@
-//! The counters of a process, and the file that keeps them when it is killed.
+//! The counters of a process, and the file in which they outlive the process.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -15,12 +15,12 @@ use crate::counters::{Counters, Counts};
 /// killed. Spaces follow the counts.
 const SIZE: usize = 1024;
 
-/// The longest time after which a count is in the file.
+/// The longest time until a change is in the file.
 const SAVE: Duration = Duration::from_secs(1);
 
-/// The counters, and the file in which they are. Without a file they end with the process.
+/// The counters, and the file in which they are saved. Without a file they end with the process.
 #[derive(Debug, Default)]
-pub(crate) struct Ledger {
+pub(crate) struct SavedCounters {
     pub(crate) counters: Counters,
     saved: Mutex<Option<Saved>>,
     /// The counters may have changed since the last save.
@@ -37,7 +37,7 @@ struct Saved {
     has_failed: bool,
 }
 
-impl Ledger {
+impl SavedCounters {
     /// Keeps the counts in a file. Continues with those that are there.
     ///
     /// # Errors
@@ -47,24 +47,28 @@ impl Ledger {
         let mut file = options.read(true).write(true).create(true).truncate(false).open(path)?;
         let mut text = Vec::new();
         file.read_to_end(&mut text)?;
-        let ledger = Self::default();
-        let counts = if text.is_empty() { Ok(Counts::default()) } else { read(&text) };
-        let counts = counts.unwrap_or_else(|error| {
-            crate::report(&format!("{}: {error}; the counts begin at 0", path.display()));
+        let counts = if text.is_empty() {
             Counts::default()
-        });
-        ledger.counters.add_all(&counts);
-        *ledger.saved() = Some(Saved { file, counts, has_failed: false });
-        let ledger = Arc::new(ledger);
-        let thread = std::thread::Builder::new().name("counts".into()).stack_size(64 << 10);
-        let of_thread = Arc::downgrade(&ledger);
-        let thread = thread.spawn(move || keep_saved(&of_thread))?;
-        let _ = ledger.saver.set(thread.thread().clone());
-        Ok(ledger)
+        } else {
+            serde_json::from_slice(&text).unwrap_or_else(|error| {
+                crate::report(&format!("{}: {error}; the counts begin at 0", path.display()));
+                Counts::default()
+            })
+        };
+        let opened = Self::default();
+        opened.counters.add_all(&counts);
+        *opened.saved() = Some(Saved { file, counts, has_failed: false });
+        let opened = Arc::new(opened);
+        let of_thread = Arc::downgrade(&opened);
+        let builder = std::thread::Builder::new().name("counts".into()).stack_size(64 << 10);
+        let thread = builder.spawn(move || keep_saved(&of_thread))?;
+        let _ = opened.saver.set(thread.thread().clone());
+        Ok(opened)
     }
 
-    /// Counters may have changed. The thread that saves wakes up once for many calls.
-    pub(crate) fn touch(&self) {
+    /// Says that counters may have changed. The thread that saves them wakes up once for many
+    /// calls.
+    pub(crate) fn mark_changed(&self) {
         if !self.is_dirty.load(Ordering::Relaxed)
             && !self.is_dirty.swap(true, Ordering::AcqRel)
             && let Some(saver) = self.saver.get()
@@ -90,7 +94,10 @@ impl Ledger {
             && *counts != now
         {
             match write(file, &now) {
-                Ok(()) => (*counts, *has_failed) = (now, false),
+                Ok(()) => {
+                    *counts = now;
+                    *has_failed = false;
+                }
                 Err(error) => {
                     if !*has_failed {
                         crate::report(&format!("the counts cannot be saved: {error}"));
@@ -103,7 +110,7 @@ impl Ledger {
     }
 }
 
-impl Drop for Ledger {
+impl Drop for SavedCounters {
     fn drop(&mut self) {
         if let Some(saver) = self.saver.get() {
             saver.unpark();
@@ -111,18 +118,18 @@ impl Drop for Ledger {
     }
 }
 
-/// Saves the counters of a ledger while they change, until it is dropped.
-fn keep_saved(ledger: &Weak<Ledger>) {
+/// Saves the counters while they change, until they are dropped.
+fn keep_saved(counters: &Weak<SavedCounters>) {
     loop {
-        let Some(now) = ledger.upgrade() else { return };
+        let Some(now) = counters.upgrade() else { return };
         if now.is_dirty.load(Ordering::Acquire) {
             drop(now);
-            // A touch during the last save has woken it up already.
+            // A change during the last save has woken it up already.
             let until = Instant::now() + SAVE;
             while let Some(left) = until.checked_duration_since(Instant::now()) {
                 std::thread::park_timeout(left);
             }
-            let Some(now) = ledger.upgrade() else { return };
+            let Some(now) = counters.upgrade() else { return };
             now.is_dirty.store(false, Ordering::Release);
             now.save();
         } else {
@@ -130,10 +137,6 @@ fn keep_saved(ledger: &Weak<Ledger>) {
             std::thread::park();
         }
     }
-}
-
-fn read(text: &[u8]) -> serde_json::Result<Counts> {
-    serde_json::from_slice(text)
 }
 
 fn write(file: &File, counts: &Counts) -> io::Result<()> {
@@ -151,11 +154,12 @@ mod tests {
     fn a_file_is_written_once_a_second_however_much_changes() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("counts");
-        let ledger = Ledger::open(&path).unwrap();
-        let (begin, mut texts) = (Instant::now(), std::collections::BTreeSet::new());
+        let counters = SavedCounters::open(&path).unwrap();
+        let begin = Instant::now();
+        let mut texts = std::collections::BTreeSet::new();
         while begin.elapsed() < 5 * SAVE / 2 {
-            add(&ledger.counters.no_peer, 1);
-            ledger.touch();
+            add(&counters.counters.no_peer, 1);
+            counters.mark_changed();
             texts.insert(std::fs::read(&path).unwrap());
         }
         // The empty file, and one after each second.
@@ -167,22 +171,23 @@ mod tests {
     fn counts_continue_after_a_kill_and_after_damage_they_begin_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("counts");
-        let ledger = Ledger::open(&path).unwrap();
-        add(&ledger.counters.no_peer, u64::MAX - 1);
-        let first = ledger.save();
-        add(&ledger.counters.no_peer, 1);
+        let counters = SavedCounters::open(&path).unwrap();
+        add(&counters.counters.no_peer, u64::MAX - 1);
+        let first = counters.save();
+        add(&counters.counters.no_peer, 1);
         // The largest counts fit.
         let text = serde_json::to_string(&first).unwrap();
         assert!(text.len() + text.matches(':').count() * 19 <= SIZE, "{text}");
         // It is not dropped: the process is killed before it saves again.
-        let next = Ledger::open(&path).unwrap();
-        assert_eq!((next.save(), first.no_peer), (first, u64::MAX - 1));
-        ledger.save();
-        assert_eq!(Ledger::open(&path).unwrap().save().no_peer, u64::MAX);
+        let next = SavedCounters::open(&path).unwrap();
+        assert_eq!(next.save(), first);
+        assert_eq!(first.no_peer, u64::MAX - 1);
+        counters.save();
+        assert_eq!(SavedCounters::open(&path).unwrap().save().no_peer, u64::MAX);
         std::fs::write(&path, "{").unwrap();
-        let again = Ledger::open(&path).unwrap();
+        let again = SavedCounters::open(&path).unwrap();
         add(&again.counters.expired, 7);
         again.save();
-        assert_eq!(Ledger::open(&path).unwrap().save().expired, 7);
+        assert_eq!(SavedCounters::open(&path).unwrap().save().expired, 7);
     }
 }
