@@ -47,8 +47,8 @@ pub enum Style {
 impl Terminal {
     /// The terminal of standard output.
     ///
-    /// The width is the width of the terminal, else the number in the variable `COLUMNS`, else 80; at
-    /// least 40. There are colours if standard output is a terminal, unless `NO_COLOR` is not
+    /// The width is the width of the terminal, else the number in the variable `COLUMNS`, else 80;
+    /// at least 40. There are colours if standard output is a terminal, unless `NO_COLOR` is not
     /// empty or `TERM` is `dumb`.
     pub fn of_stdout() -> Self {
         let terminal = io::stdout().is_terminal();

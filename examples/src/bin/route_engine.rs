@@ -51,11 +51,6 @@ async fn embed() -> anyhow::Result<()> {
 fn lease(key: &str, public: &str) -> anyhow::Result<Lease> {
     let public = [public.parse::<std::net::IpAddr>()?].into_iter().collect();
     let attrs = LeaseAttrs::from(Offer { public, ..Offer::default() });
-    Ok(Lease {
-        subnets: key.parse()?,
-        attrs,
-        expires: None,
-        since: Revision(1),
-        revision: Revision(1),
-    })
+    let revision = Revision(1);
+    Ok(Lease { subnets: key.parse()?, attrs, expires: None, since: revision, revision })
 }

@@ -96,7 +96,8 @@ impl EchoSocket {
     /// its headers and numbers need: 44, with IPv6 64.
     ///
     /// # Errors
-    /// The answer, if this host does not send it: [`EchoResult::TooBig`] or [`EchoResult::NotSent`].
+    /// The answer, if this host does not send it: [`EchoResult::TooBig`] or
+    /// [`EchoResult::NotSent`].
     pub fn send(&self, echo: &Echo, size: u16) -> Result<(), EchoResult> {
         let sent = source(echo.to).and_then(|from| {
             let packet = packet(from, echo, size, self.secret);

@@ -74,8 +74,8 @@ impl Handshake {
         self.after.received > self.before.received
     }
 
-    /// Whether packets of this host were accepted at the peer between both looks, or `None` if it is
-    /// not known.
+    /// Whether packets of this host were accepted at the peer between both looks, or `None` if it
+    /// is not known.
     pub fn arrived_there(&self) -> Option<bool> {
         let received = |end: &Option<FarEnd>| Some(end.as_ref()?.peer.as_ref()?.received);
         let [before, after] = self.there.each_ref().map(received);

@@ -79,7 +79,8 @@ pub struct Segments {
     /// The largest packet that arrived at the peer as a datagram, in bytes; 0: none.
     #[serde(rename = "heard")]
     pub largest_datagram: u16,
-    /// The seconds by which the peer's clock is ahead of this host's, or `None` if they are not known.
+    /// The seconds by which the peer's clock is ahead of this host's, or `None` if they are not
+    /// known.
     pub clock: Option<i64>,
 }
 

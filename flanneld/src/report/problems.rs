@@ -240,11 +240,11 @@ impl Found {
             let remedy = match why {
                 Rejection::Overlaps { .. }
                 | Rejection::Contradicts { .. }
-                | Rejection::ContradictsOwn(_) => Remedy::RestartDaemon.remark(
-                    "on the later of the two nodes: every node accepts the earlier lease",
-                ),
+                | Rejection::ContradictsOwn(_) => Remedy::RestartDaemon
+                    .remark("on the later of the two nodes: every node accepts the earlier lease"),
                 Rejection::NotItsOwn { .. } => Remedy::ListLeases.remark(
-                    "that node publishes the MAC address of another one: is it a clone, or hostile?",
+                    "that node publishes the MAC address of another one: is it a clone, or \
+                     hostile?",
                 ),
                 Rejection::OwnAddress(_) => readdress(subnets),
                 Rejection::Rejected(_) | Rejection::BadData(_) => {

@@ -131,9 +131,11 @@ async fn impatiently<T>(
     loop {
         tokio::select! {
             done = &mut attempt => return done,
-            _ = silence.tick() => if let Some(LastError { text, .. }) = subnets.store_status().last_error {
-                logged.is_slow(text);
-            },
+            _ = silence.tick() => {
+                if let Some(LastError { text, .. }) = subnets.store_status().last_error {
+                    logged.is_slow(text);
+                }
+            }
         }
     }
 }

@@ -22,8 +22,8 @@ pub(super) async fn of_store(registry: &dyn Registry) -> Types {
     Ok(listing.entries.iter().map(types).collect())
 }
 
-/// The types in the leases of the store that the options name. In Kubernetes only the daemon can read the leases, and
-/// its answer has the preferred types.
+/// The types in the leases of the store that the options name. In Kubernetes only the daemon can
+/// read the leases, and its answer has the preferred types.
 pub(super) async fn of_cluster(context: &Context<'_>) -> Types {
     if context.global.only_kubernetes {
         let report = context.client.peers().map_err(|error| error.to_string())?;
