@@ -1,4 +1,4 @@
-//! The targets of requests, for [`Client::ask`](crate::Client::ask).
+//! The targets of the requests that a [`Client`](crate::Client) sends.
 
 use std::net::IpAddr;
 

@@ -341,7 +341,8 @@ fn the_preshared_key_comes_from_a_secret() {
     let objects = rendered(&values);
     let path = "/etc/kube-flannel-psk/psk";
     assert_eq!(backend(&values), json!({ "Type": "wireguard", "PSKFile": path }));
-    let kind = flannel_backends::all().find("wireguard").unwrap();
+    let backends = flannel_backends::all();
+    let kind = backends.find("wireguard").unwrap();
     kind.validate(&config(&values), None).unwrap();
     let added = |objects: &[Value], of: fn(&[Value]) -> Vec<Value>| {
         let before = of(&without);
