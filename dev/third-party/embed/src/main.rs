@@ -4,6 +4,7 @@
 mod backend;
 mod daemons;
 mod leases;
+mod network;
 
 use std::path::Path;
 
@@ -14,7 +15,8 @@ async fn main() -> anyhow::Result<()> {
     match args[..] {
         ["leases", endpoint, ca] => leases::on_etcd(endpoint, Path::new(ca)).await,
         ["routes"] => backend::routes().await,
+        ["itself"] => network::itself().await,
         ["daemons", dir] => daemons::two(Path::new(dir)).await,
-        _ => anyhow::bail!("expected leases ENDPOINT CA, routes, or daemons DIR"),
+        _ => anyhow::bail!("expected leases ENDPOINT CA, routes, itself, or daemons DIR"),
     }
 }

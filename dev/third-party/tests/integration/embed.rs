@@ -88,6 +88,14 @@ fn it_runs_a_network_with_a_backend_of_its_own() {
 }
 
 #[test]
+fn it_runs_a_network_that_runs_itself() {
+    in_netns(|| {
+        uplink();
+        assert_eq!(run(&["itself"]), "peer 10.1.7.0-24\n1 peer\n");
+    });
+}
+
+#[test]
 fn it_runs_two_daemons() {
     in_netns(|| {
         uplink();
