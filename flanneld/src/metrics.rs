@@ -573,7 +573,7 @@ mod tests {
         observer.note(|facts| facts.subnet_file = true);
         let finding = |check| flannel_doctor::Finding::warning(check, "text");
         observer.note(|facts| {
-            facts.findings = [Check::Xdp, Check::Xdp, Check::Arp].map(finding).into()
+            facts.findings = [Check::Xdp, Check::Xdp, Check::Arp].map(finding).into();
         });
         let mut snapshot = observer.snapshot();
         let until = Some(snapshot.time + Duration::from_secs(3600));

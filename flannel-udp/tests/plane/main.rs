@@ -99,6 +99,7 @@ fn plane_with(node: &Netns, family: &Family, options: Options, n: u8, other: u8)
 }
 
 /// Ends the test program. A panic on a thread of the data plane would end only that thread.
+#[allow(clippy::needless_pass_by_value, reason = "`Forwarder::start` calls it with a value")]
 fn fails_test(error: std::io::Error) {
     eprintln!("the data plane failed: {error}");
     std::process::abort();

@@ -182,7 +182,7 @@ impl<'a> Starter<'a> {
         let lapsed = hints.lapsed.is_some();
         let JoinPlan { options, paths, handshakes } = self.join_plan(&config, &backends, hints)?;
         let host = self.host(&uplink.iface);
-        let joined = match host.join_prepared(prepared.to_join(), options).await {
+        let joined = match host.join_prepared(prepared.take_prepared(), options).await {
             Ok(joined) => joined,
             Err(error) if refused.is_none() && self.goes_back(&config, &error) => {
                 self.refusals.set(Some(Refused { config, reason: error.to_string() }));

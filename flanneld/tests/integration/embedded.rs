@@ -229,7 +229,7 @@ fn two_daemons_with_two_networks_run_in_one_process() {
         let of_first = async {
             first.run_until(async { drop(stopped.await) }).await.unwrap();
             // The second daemon goes on to the end of the test.
-            std::future::pending().await
+            std::future::pending::<()>().await;
         };
         let scenario = async {
             timeout(PATIENCE, first.ready()).await.unwrap();

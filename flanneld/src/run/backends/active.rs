@@ -32,7 +32,7 @@ pub(crate) struct PreparedBackends {
 
 impl PreparedBackends {
     /// The backends for [`Host::join_prepared`](flannel_route::Host::join_prepared).
-    pub(crate) fn to_join(&mut self) -> Vec<PreparedBackend<'_>> {
+    pub(crate) fn take_prepared(&mut self) -> Vec<PreparedBackend<'_>> {
         let prepared = std::mem::take(&mut self.prepared);
         let ranks = self.backends.offer_ranks();
         self.backends
