@@ -25,6 +25,7 @@
 //! use std::sync::Arc;
 //! use flannel_route::admission::{Admission, AdmissionRules, OfferPlan};
 //! use flannel_core::Lease;
+//! use flannel_core::backend::Reach;
 //! use flannel_core::lease::{LeaseAttrs, Offer, Revision};
 //! use flannel_core::object::{Route, Via};
 //!
@@ -56,7 +57,7 @@
 //! });
 //! let changes = [(lease.subnets, Some(&lease))].into_iter();
 //! // The kernel's answers: the link of an address. This plan does not ask.
-//! let changed = admission.update(changes, &|_address| Some(None));
+//! let changed = admission.update(changes, &|_address| Some(Reach::NotDirect));
 //! let added = changed.added.iter().flat_map(|id| admission.objects_of(*id));
 //! assert_eq!(
 //!     added.map(ToString::to_string).collect::<Vec<_>>(),
