@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::backend::{ExternalInterface, Inlet};
+use flannel_core::backend::{ExternalInterface, Transport};
 use flannel_core::config::PodNetwork;
 use flannel_core::kernel::{Process, Refused, Traffic};
 use flannel_core::lease::LeaseSet;
@@ -14,9 +14,10 @@ use flannel_core::subnet::{self, Loss, StoreStatus};
 use flannel_core::{Config, Lease, Subnet, Subnets};
 
 use crate::{
-    FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport, LeaseReport, More,
-    Ownership, PeerReport, PeerState, ProcessReport, RejectionCause, RejectionReport, RepairReport,
-    StoreFailure, StoreKind, StoreReport, SubnetsReport, TrafficReport, rounded, seconds,
+    FailureReport, GuardReport, InterfaceReport, LatencyReport, LeaseReport, More, Ownership,
+    PeerReport, PeerState, ProcessReport, RejectionCause, RejectionReport, RepairReport,
+    StoreFailure, StoreKind, StoreReport, SubnetsReport, TrafficReport, TransportReport, rounded,
+    seconds,
 };
 
 /// The largest number of skipped entries in a report.
@@ -32,12 +33,12 @@ pub fn by_family<T, U>(values: &Dual<T>, report: impl Fn(&T) -> U) -> BTreeMap<S
     values.iter().map(|(family, value)| (family.to_string(), report(value))).collect()
 }
 
-impl InletReport {
-    /// The report of an inlet; `None` if this version of the API has no name for its kind.
-    pub const fn new(inlet: &Inlet) -> Option<Self> {
-        match inlet {
-            Inlet::Udp(port) => Some(Self::Udp(*port)),
-            Inlet::Protocol(number) => Some(Self::Protocol(*number)),
+impl TransportReport {
+    /// The report of a transport; `None` if this version of the API has no name for its kind.
+    pub const fn new(transport: &Transport) -> Option<Self> {
+        match transport {
+            Transport::Udp(port) => Some(Self::Udp(*port)),
+            Transport::Protocol(number) => Some(Self::Protocol(*number)),
             _ => None,
         }
     }

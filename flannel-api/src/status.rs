@@ -103,7 +103,7 @@ pub struct NetworkReport {
     /// The kinds of packets, such as tunnel packets, that other nodes send to this one in addition
     /// to packets of pods.
     #[serde(default)]
-    pub inlets: Vec<InletReport>,
+    pub transports: Vec<TransportReport>,
     /// Whether packets of pods go between some nodes without a tunnel.
     #[serde(default)]
     pub bare_routes: bool,
@@ -203,7 +203,7 @@ pub struct MoveReport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum InletReport {
+pub enum TransportReport {
     /// UDP datagrams to this port.
     Udp(u16),
     /// IP packets of this protocol number.

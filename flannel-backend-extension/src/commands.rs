@@ -1,6 +1,6 @@
-//! `Commands` is an annex that puts a `Task` in place for each node of a network: it runs one
-//! command when the node comes, and another one when the node goes. This backend uses it. Use it
-//! for a backend of your own whose peers need a program rather than a kernel object.
+//! `Commands` is a record keeper that puts a `Task` in place for each node of a network: it runs
+//! one command when the node comes, and another one when the node goes. This backend uses it. Use
+//! it for a backend of your own whose peers need a program rather than a kernel object.
 //!
 //! - A task is the content of a `Record`. So the route engine compares, repairs and retries it.
 //! - The task of this node is put in place before the tasks of peers that wait for it.
@@ -16,36 +16,36 @@
 //! - A removal that fails is tried again. It is given up after five failures and ten seconds, with
 //!   a line in the log. After a boot it is given up after the first failure, because there is
 //!   usually nothing to remove.
-//! - `Annex::stop` kills the commands that run. Then it removes the task of this node, and waits up
-//!   to ten seconds for that. After it, no command begins.
+//! - `RecordKeeper::stop` kills the commands that run. Then it removes the task of this node, and
+//!   waits up to ten seconds for that. After it, no command begins.
 //!
 //! Each command has a thread while it runs. `Commands` does not block its caller, except for
-//! `Annex::wait`, `Annex::stop` and the files.
+//! `RecordKeeper::wait`, `RecordKeeper::stop` and the files.
 //!
 //! ```rust
 //! use std::path::Path;
 //! use std::sync::Arc;
 //! use std::time::Duration;
-//! use flannel_backend_extension::commands::{Annexes, Names, Of, Task};
-//! use flannel_core::kernel::{Annex, Outcome};
+//! use flannel_backend_extension::commands::{Keepers, Names, Of, Task};
+//! use flannel_core::kernel::{RecordKeeper, Outcome};
 //! use flannel_core::object::{Change, Object};
 //!
-//! const NAMES: Names = Names { annex: "mine", node: ["Start", "Stop"], peer: ["Add", "Remove"] };
+//! const NAMES: Names = Names { keeper: "mine", node: ["Start", "Stop"], peer: ["Add", "Remove"] };
 //!
 //! struct Mine {
-//!     annexes: Annexes,
+//!     keepers: Keepers,
 //! }
 //!
 //! impl Mine {
-//!     // As in `Backend::annexes`: every call with the same directory returns the same annex.
-//!     fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
-//!         vec![Arc::new(self.annexes.annex(NAMES, state_dir.map(|dir| dir.join("mine"))))]
+//!     // As in `Backend::record_keepers`: the same directory has the same keeper.
+//!     fn record_keepers(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn RecordKeeper>> {
+//!         vec![Arc::new(self.keepers.keeper(NAMES, state_dir.map(|dir| dir.join("mine"))))]
 //!     }
 //! }
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let mine = Mine { annexes: Annexes::new() };
-//! let commands = mine.annexes(None).remove(0);
+//! let mine = Mine { keepers: Keepers::new() };
+//! let commands = mine.record_keepers(None).remove(0);
 //! let task = Task {
 //!     of: Of::Peer,
 //!     variables: [("SUBNET".to_owned(), "10.1.7.0/24".to_owned())].into(),
@@ -59,17 +59,17 @@
 //! // The route engine does this with the records of the plan.
 //! assert_eq!(commands.apply(&[Change::Put(record.clone())]), [Outcome::Started]);
 //! commands.wait(&record.key(), Duration::from_secs(30))?;
-//! assert_eq!(mine.annexes(None).remove(0).records()?.len(), 1);
+//! assert_eq!(mine.record_keepers(None).remove(0).records()?.len(), 1);
 //! # Ok(()) }
 //! ```
 
-mod annex;
-mod annexes;
 mod command;
 mod files;
+mod keeper;
+mod keepers;
 mod task;
 
-pub use self::annex::Commands;
-pub use self::annexes::Annexes;
 pub use self::command::{Error, Limits, Output, Words};
+pub use self::keeper::Commands;
+pub use self::keepers::Keepers;
 pub use self::task::{Names, Of, Task};

@@ -9,11 +9,11 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-use crate::commands::{Annexes, Limits, Names, Of, Task};
+use crate::commands::{Keepers, Limits, Names, Of, Task};
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
-use flannel_core::kernel::{Annex, Footprint};
+use flannel_core::kernel::{Footprint, RecordKeeper};
 use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object};
 use flannel_core::runtime::{blocking, lock};
@@ -22,10 +22,10 @@ use flannel_core::{Backend, Config, Error, Result, Subnet, Subnets};
 
 use crate::options::Options;
 
-/// The backend type, and the name of the annex and of its directory in the state directory.
+/// The backend type, and the name of the keeper and of its directory in the state directory.
 const NAME: &str = "extension";
 const NAMES: Names = Names {
-    annex: NAME,
+    keeper: NAME,
     node: ["PostStartupCommand", "ShutdownCommand"],
     peer: ["SubnetAddCommand", "SubnetRemoveCommand"],
 };
@@ -37,15 +37,15 @@ const MOST_DATA: usize = 65_536;
 /// **Source**: flannel `pkg/backend/extension`, since v0.28.2.
 #[derive(Debug, Default)]
 pub struct Extension {
-    annexes: Annexes,
+    record_keepers: Keepers,
     /// The outputs of `PreStartupCommand`, which runs once.
     outputs: Mutex<BTreeMap<String, String>>,
 }
 
 impl Extension {
-    /// The backend, without annexes.
+    /// The backend, without record keepers.
     pub const fn new() -> Self {
-        Self { annexes: Annexes::new(), outputs: Mutex::new(BTreeMap::new()) }
+        Self { record_keepers: Keepers::new(), outputs: Mutex::new(BTreeMap::new()) }
     }
 }
 
@@ -72,14 +72,14 @@ impl Backend for Extension {
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
         Ok(Footprint {
-            annexes: [NAME].into(),
+            record_keepers: [NAME].into(),
             // Routes of commands have another protocol, and stay.
             ..Footprint::of_routes(config, uplink)
         })
     }
 
-    fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
-        vec![Arc::new(self.annexes.annex(NAMES, state_dir.map(|dir| dir.join(NAME))))]
+    fn record_keepers(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn RecordKeeper>> {
+        vec![Arc::new(self.record_keepers.keeper(NAMES, state_dir.map(|dir| dir.join(NAME))))]
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {

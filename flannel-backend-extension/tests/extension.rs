@@ -11,7 +11,7 @@ use std::time::Duration;
 use flannel_backend_extension::Extension;
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
-use flannel_core::kernel::Annex;
+use flannel_core::kernel::RecordKeeper;
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::network::NetworkHandle;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
@@ -119,7 +119,7 @@ fn uplink() -> ExternalInterface {
 /// A daemon's network, until it is dropped.
 struct Running {
     handle: NetworkHandle,
-    annex: Arc<dyn Annex>,
+    keeper: Arc<dyn RecordKeeper>,
     task: JoinHandle<()>,
 }
 
@@ -138,10 +138,10 @@ async fn start(state: &Path, subnets: &FakeSubnets) -> Running {
     let config = subnets.network_config().await.unwrap();
     let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap().network;
     let handle = network.handle();
-    let annex = backend.annexes(Some(state)).remove(0);
+    let keeper = backend.record_keepers(Some(state)).remove(0);
     let views = subnets.watch_leases().await.unwrap();
     let task = tokio::spawn(async move { drop(network.run(views).await) });
-    Running { handle, annex, task }
+    Running { handle, keeper, task }
 }
 
 async fn in_sync(running: &Running) {
@@ -268,7 +268,7 @@ async fn a_restart_removes_peers_that_left_and_repeats_nothing_for_those_that_st
     in_sync(&running).await;
 
     // The node stops, and starts again.
-    running.annex.stop();
+    running.keeper.stop();
     place.ran_in_the_end(&["post", "remove", "other remove", "add", "shutdown"]).await;
     drop(running);
     let running = start(&place.path(""), &subnets).await;
@@ -306,7 +306,7 @@ async fn a_failure_is_in_the_status_and_tried_again() {
     let tried = async || place.ran().iter().filter(|name| *name == "remove").count() >= 5;
     eventually_async(PATIENCE, tried, || format!("{:?}", place.log())).await;
     in_sync(&running).await;
-    assert_eq!(running.annex.records().unwrap().len(), 1, "the record of the node itself");
+    assert_eq!(running.keeper.records().unwrap().len(), 1, "the record of the node itself");
 }
 
 /// A peer that comes with a wrong address, and corrects it.
@@ -360,7 +360,7 @@ async fn a_stop_ends_commands_and_nothing_begins_any_more() {
     let adds = async || place.ran() == ["post", "add"];
     eventually_async(PATIENCE, adds, || format!("{:?}", place.log())).await;
     // It would not return before the command ends.
-    running.annex.stop();
+    running.keeper.stop();
     assert_eq!(place.ran(), ["post", "add", "shutdown"]);
     subnets.put_attrs(EIGHT, peer(None));
     let mut status = running.handle.status.clone();

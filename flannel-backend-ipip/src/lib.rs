@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Datapath, Env, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
+    Blueprint, Datapath, Env, ExternalInterface, LocalEnd, Node, Prepared, Transport, underlay_mtu,
 };
 use flannel_core::json::FieldError;
 use flannel_core::kernel::Footprint;
@@ -46,7 +46,7 @@ impl Backend for Ipip {
         let mut datapath = Datapath::default();
         datapath.devices.v4 = Some(device());
         datapath.overhead.v4 = Some(OVERHEAD);
-        datapath.inlets = vec![Inlet::Protocol(4)];
+        datapath.transports = vec![Transport::Protocol(4)];
         datapath.direct = direct_routing(config)?;
         datapath.bare = datapath.direct;
         Ok(datapath)

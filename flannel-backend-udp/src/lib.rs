@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 
-mod annex;
+mod keeper;
 mod options;
 mod plan;
 mod preflight;
@@ -14,21 +14,21 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, SourceCheck,
+    Blueprint, Datapath, ExternalInterface, LocalEnd, Node, Prepared, SourceCheck, Transport,
     underlay_mtu,
 };
-use flannel_core::kernel::{Annex, Footprint};
+use flannel_core::kernel::{Footprint, RecordKeeper};
 use flannel_core::lease::Offer;
 use flannel_core::object::{Fou, Link, LinkKind, LinkName, Route, Tun, Via};
 use flannel_core::runtime::lock;
 use flannel_core::{Backend, Config, Error, Result};
 
-use crate::annex::Table;
+use crate::keeper::Table;
 pub use crate::options::{Options, Path as PacketPath};
 use crate::plan::{Mover, UdpPlan};
 pub use flannel_udp::run_if_started;
 
-/// The name of the backend, of the annex, and of its directory in the state directory.
+/// The name of the backend, of the keeper, and of its directory in the state directory.
 const NAME: &str = "udp";
 /// The directory of nodes without a state directory.
 const RUN_DIR: &str = "/run/flannel";
@@ -50,13 +50,13 @@ const RUN_DIR: &str = "/run/flannel";
 #[derive(Debug)]
 pub struct UdpBackend {
     /// By state directory.
-    annexes: Mutex<BTreeMap<PathBuf, Table>>,
+    record_keepers: Mutex<BTreeMap<PathBuf, Table>>,
 }
 
 impl UdpBackend {
     /// The backend, without data planes.
     pub const fn new() -> Self {
-        Self { annexes: Mutex::new(BTreeMap::new()) }
+        Self { record_keepers: Mutex::new(BTreeMap::new()) }
     }
 }
 
@@ -86,22 +86,22 @@ impl Backend for UdpBackend {
         let mut datapath = Datapath::default();
         datapath.devices = config.networks.map(|_, _| device());
         datapath.overhead = config.networks.map(|family, _| overhead(family));
-        datapath.inlets = vec![Inlet::Udp(options.port)];
+        datapath.transports = vec![Transport::Udp(options.port)];
         Ok(datapath)
     }
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
         Ok(Footprint {
             links: [device()].into(),
-            annexes: [NAME].into(),
+            record_keepers: [NAME].into(),
             ..Footprint::of_routes(config, uplink)
         })
     }
 
-    fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
+    fn record_keepers(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn RecordKeeper>> {
         let dir = state_dir.unwrap_or_else(|| Path::new(RUN_DIR)).join(NAME);
-        let mut annexes = lock(&self.annexes);
-        let table = annexes.entry(dir.clone()).or_insert_with(|| Table::new(dir));
+        let mut record_keepers = lock(&self.record_keepers);
+        let table = record_keepers.entry(dir.clone()).or_insert_with(|| Table::new(dir));
         vec![Arc::new(table.clone())]
     }
 
@@ -161,7 +161,7 @@ impl Backend for UdpBackend {
                     blueprint.base.insert(route);
                 }
                 let first = own.iter().next().expect("a lease has a subnet");
-                blueprint.base.insert(annex::node_record(first, &plane));
+                blueprint.base.insert(keeper::node_record(first, &plane));
             }
             Ok(blueprint)
         }))

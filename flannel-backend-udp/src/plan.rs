@@ -7,7 +7,7 @@ use flannel_core::lease::{Endpoint, Offer};
 use flannel_core::object::{LinkName, Object, Route, Via};
 use flannel_core::status::Rejection;
 
-use crate::annex::peer_record;
+use crate::keeper::peer_record;
 
 /// Plans the objects of a peer.
 #[derive(Debug, Clone)]

@@ -7,7 +7,7 @@ mod plan;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
+    Blueprint, Datapath, ExternalInterface, LocalEnd, Node, Prepared, Transport, underlay_mtu,
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
@@ -46,7 +46,7 @@ impl Backend for VxlanBackend {
         let mut datapath = Datapath::default();
         datapath.devices = devices(config, &options)?;
         datapath.overhead = config.networks.map(|family, _| overhead(family));
-        datapath.inlets = vec![Inlet::Udp(options.port)];
+        datapath.transports = vec![Transport::Udp(options.port)];
         datapath.direct = options.direct_routing;
         datapath.bare = options.direct_routing;
         datapath.carries_marks = options.gbp.then_some("GBP");

@@ -7,7 +7,7 @@ mod plan;
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
-    Blueprint, Datapath, ExternalInterface, Inlet, LocalEnd, Node, Prepared, underlay_mtu,
+    Blueprint, Datapath, ExternalInterface, LocalEnd, Node, Prepared, Transport, underlay_mtu,
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
@@ -49,8 +49,9 @@ impl Backend for WireguardBackend {
         let mut datapath = Datapath::default();
         datapath.devices = devices(config, options.mode);
         datapath.overhead = overheads(config, options.mode);
-        datapath.inlets = ports(config, &options).values().copied().map(Inlet::Udp).collect();
-        datapath.inlets.dedup();
+        datapath.transports =
+            ports(config, &options).values().copied().map(Transport::Udp).collect();
+        datapath.transports.dedup();
         datapath.encrypted = datapath.devices.values().copied().collect();
         Ok(datapath)
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use flannel_backend_wireguard::{SECRET, WireguardBackend};
 use flannel_core::address::Dual;
-use flannel_core::backend::{ExternalInterface, Inlet, MemorySecrets, Secrets};
+use flannel_core::backend::{ExternalInterface, MemorySecrets, Secrets, Transport};
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::Secret;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
@@ -183,10 +183,10 @@ fn the_datapath_is_encrypted() {
     let both = Config::parse(&config("", BOTH)).unwrap();
     let datapath = WireguardBackend.datapath(&both).unwrap();
     assert!(datapath.encrypted.len() == 2 && !datapath.bare);
-    assert_eq!(datapath.inlets, [Inlet::Udp(51820), Inlet::Udp(51821)]);
+    assert_eq!(datapath.transports, [Transport::Udp(51820), Transport::Udp(51821)]);
     let auto = Config::parse(&config(r#","Mode":"auto""#, BOTH)).unwrap();
     let datapath = WireguardBackend.datapath(&auto).unwrap();
-    assert_eq!(datapath.inlets, [Inlet::Udp(51820)]);
+    assert_eq!(datapath.transports, [Transport::Udp(51820)]);
     assert_eq!(datapath.devices.v4, datapath.devices.v6);
 }
 

@@ -16,7 +16,7 @@ use flannel_backend_wireguard::WireguardBackend;
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::lease::LeaseAttrs;
-use flannel_core::object::{Link, LinkKind, Object, PeerAttributes, State};
+use flannel_core::object::{Link, LinkKind, Object, ObjectSet, PeerAttributes};
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{SubnetManager, Subnets};
 use flannel_netlink::testing::{Netns, ip, run};
@@ -66,7 +66,7 @@ impl Node {
     }
 
     /// Its objects with this peer.
-    async fn objects(&self, (subnets, attrs): (Subnets, LeaseAttrs)) -> State {
+    async fn objects(&self, (subnets, attrs): (Subnets, LeaseAttrs)) -> ObjectSet {
         self.subnets.put_attrs(&subnets.to_string(), attrs);
         let config = self.subnets.network_config().await.unwrap();
         let join = self.host.join(&WireguardBackend, &config, JoinOptions::default());
@@ -116,7 +116,7 @@ impl Tunnel {
     }
 
     /// Sets the device and its peers as the objects say.
-    fn set(&self, objects: &State) {
+    fn set(&self, objects: &ObjectSet) {
         let mut text = String::from("set=1\n");
         let mut line = |name: &str, value: String| writeln!(text, "{name}={value}").unwrap();
         for object in objects.iter() {
@@ -152,7 +152,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 /// Makes the device, its address and its routes ready.
-fn set_up(objects: &State) {
+fn set_up(objects: &ObjectSet) {
     for object in objects.iter() {
         match object {
             Object::Link(link) => ip(&format!("link set {} mtu {} up", link.name, link.mtu)),

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
-use flannel_core::kernel::Annex;
+use flannel_core::kernel::RecordKeeper;
 use flannel_core::lease::{LeaseAttrs, Origin, View};
 use flannel_core::status::Status;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
@@ -164,8 +164,8 @@ fn a_guard_refuses_nothing_before_the_leases_are_complete() {
 #[test]
 fn the_option_decides_about_the_guard() {
     in_netns_async(|| async {
-        let v4 = |verb: &str, inlet: &str, device: &str| {
-            format!("192.0.2.1/32 {verb} strangers at {inlet}{device}")
+        let v4 = |verb: &str, transport: &str, device: &str| {
+            format!("192.0.2.1/32 {verb} strangers at {transport}{device}")
         };
         let udp = "UDP port 8472";
         let ipip = "IP protocol 4";

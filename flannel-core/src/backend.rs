@@ -16,7 +16,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 pub use self::blueprint::Blueprint;
-pub use self::datapath::{Datapath, Inlet};
+pub use self::datapath::{Datapath, Transport};
 pub use self::plan::{Advice, Answer, Env, Plan, Reach};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 pub use self::source_check::SourceCheck;
@@ -24,10 +24,10 @@ pub use self::underlay::{LocalEnd, underlay_mtu};
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::kernel::{Annex, Footprint, Kernel};
+use crate::kernel::{Footprint, Kernel, RecordKeeper};
 use crate::lease::{Lease, Offer, Origin, View};
 use crate::network::Network;
-use crate::object::{Addr, Link, LinkName, State};
+use crate::object::{Addr, Link, LinkName, ObjectSet};
 use crate::runtime::blocking;
 use crate::subnet::{Hints, SubnetManager};
 
@@ -93,11 +93,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// interface, the objects on it are not included. A cleanup uses the footprint too.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
-    /// The annexes that keep the records of the network's plan. None: the plan defines no records.
-    /// Every call with the same directory returns handles of the same annexes, until they are
-    /// [stopped](Annex::stop). In `state_dir` they
-    /// keep their files over restarts; without one, nothing is kept.
-    fn annexes(&self, _state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
+    /// The record keepers that keep the records of the network's plan. None: the plan defines no
+    /// records. Every call with the same directory returns handles of the same record keepers,
+    /// until they are [stopped](RecordKeeper::stop). In `state_dir` they keep their files over
+    /// restarts; without one, nothing is kept.
+    fn record_keepers(&self, _state_dir: Option<&Path>) -> Vec<Arc<dyn RecordKeeper>> {
         Vec::new()
     }
 
@@ -182,7 +182,7 @@ impl<'a> Node<'a> {
     ///
     /// # Panics
     /// The kernel panics, or there is no tokio runtime.
-    pub async fn snapshot(&self, footprint: Footprint) -> Result<State> {
+    pub async fn snapshot(&self, footprint: Footprint) -> Result<ObjectSet> {
         let kernel = Arc::clone(self.kernel);
         blocking(move || kernel.snapshot(&footprint))
             .await
@@ -311,8 +311,8 @@ impl NodeLease {
 
     /// The tunnel devices of a network, and on each the first address of this node's subnet, if the
     /// node holds the lease. `links`: the device of each family.
-    pub fn tunnel(&self, links: &Dual<Link>) -> State {
-        let mut base: State = links.values().cloned().collect();
+    pub fn tunnel(&self, links: &Dual<Link>) -> ObjectSet {
+        let mut base: ObjectSet = links.values().cloned().collect();
         for subnet in self.held().into_iter().flat_map(|lease| lease.subnets.iter()) {
             let Some(link) = &links[subnet.family()] else { continue };
             let (link, address, len) = (link.name, subnet.base(), subnet.family().bits());

@@ -1,11 +1,11 @@
 //! The trait of a kernel, and the rules for the kernel objects that flannel may change.
 
-mod annex;
 mod changed_by;
 mod error;
 mod go_routes;
 mod nexthops;
 mod outcome;
+mod record_keeper;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,15 +13,15 @@ use std::net::IpAddr;
 
 use async_trait::async_trait;
 
-pub use self::annex::{Annex, LongDrops, Refused, Traffic};
 pub use self::changed_by::{ChangedBy, Process, ProcessNames};
 pub use self::error::KernelError;
 pub use self::go_routes::{GoRouteKernel, GoRoutes};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 pub use self::outcome::Outcome;
+pub use self::record_keeper::{LongDrops, RecordKeeper, Refused, Traffic};
 use crate::address::Subnet;
 use crate::config::Config;
-use crate::object::{Addr, Change, Key, Link, LinkName, Object, Route, State, Via};
+use crate::object::{Addr, Change, Key, Link, LinkName, Object, ObjectSet, Route, Via};
 
 /// The route protocol of our routes and nexthop objects. iproute2's `rt_protos` does not assign it.
 pub const ROUTE_PROTOCOL: u8 = 241;
@@ -47,8 +47,8 @@ pub struct Footprint {
     pub blackholes: bool,
     /// The ids of its nexthop objects. `None` from a backend: the route engine chooses them.
     pub nexthops: Option<NexthopBlock>,
-    /// The annexes with its records ([`Annex::name`]).
-    pub annexes: BTreeSet<&'static str>,
+    /// The record keepers with its records ([`RecordKeeper::name`]).
+    pub record_keepers: BTreeSet<&'static str>,
 }
 
 impl Footprint {
@@ -72,7 +72,7 @@ impl Footprint {
         self.networks.extend(new);
         self.routes_on.extend(other.routes_on);
         self.blackholes |= other.blackholes;
-        self.annexes.extend(other.annexes);
+        self.record_keepers.extend(other.record_keepers);
     }
 
     /// Whether an address read from the kernel is owned.
@@ -120,7 +120,7 @@ impl Footprint {
             }
             Object::Nexthop(nexthop) => self.owns_nexthop(nexthop.id, nexthop.link, ROUTE_PROTOCOL),
             Object::Route(route) => self.owns_route(route, link, ROUTE_PROTOCOL),
-            Object::Record(record) => self.annexes.contains(record.annex),
+            Object::Record(record) => self.record_keepers.contains(record.keeper),
         }
     }
 
@@ -143,7 +143,7 @@ impl Footprint {
                 Via::Blackhole | Via::LastResort => may_be_ours && self.blackholes,
             },
             Object::Addr(addr) => self.owns_addr(addr),
-            Object::Record(record) => self.annexes.contains(record.annex),
+            Object::Record(record) => self.record_keepers.contains(record.keeper),
             _ => on_ours,
         }
     }
@@ -160,7 +160,7 @@ impl Footprint {
             | Key::Peer(link, _) => self.links.contains(link),
             Key::Nexthop(id) => self.owns_id(*id),
             Key::Route(dst) => self.networks.iter().any(|network| network.covers(dst)),
-            Key::Record(annex, _) => self.annexes.contains(annex),
+            Key::Record(keeper, _) => self.record_keepers.contains(keeper),
         }
     }
 }
@@ -194,12 +194,12 @@ impl RouteAnswer {
 /// A kernel's network tables: one network namespace.
 #[doc = include_str!("../docs/kernel.md")]
 pub trait Kernel: fmt::Debug + Send + Sync {
-    /// All objects that `footprint` owns. Some are marked as [inexact](State::note_inexact).
+    /// All objects that `footprint` owns. Some are marked as [inexact](ObjectSet::note_inexact).
     ///
     /// A dump is repeated if the kernel reports that a table changed meanwhile. Linux does not
     /// report this for routes, neighbours and forwarding entries: a snapshot may miss some of them,
     /// and the next one finds them.
-    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError>;
+    fn snapshot(&self, footprint: &Footprint) -> Result<ObjectSet, KernelError>;
 
     /// The ids of nexthop objects, as [`NexthopIds`] describes. If the kernel does not support
     /// nexthop objects, the answer is empty and not [usable](NexthopIds::usable).
@@ -208,7 +208,7 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// The nexthop objects in `there` that have users outside `there`. Returns their ids, and the
     /// users as text: groups, routes of another table or metric, and so on. The kernel deletes the
     /// users together with the nexthop object, and sends no message about IPv4 routes.
-    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
+    fn nexthop_users(&self, there: &ObjectSet) -> Result<BTreeMap<u32, String>, KernelError>;
 
     #[doc = include_str!("../docs/apply.md")]
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome>;
@@ -245,13 +245,14 @@ pub enum Invalidation {
     Everything,
 }
 
-/// The content of one message about one object, or the end of a change that an [`Annex`] started.
+/// The content of one message about one object, or the end of a change that a [`RecordKeeper`]
+/// started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KernelEvent {
-    /// It exists, exactly like this. A put that [`Annex::apply`] has started has succeeded.
+    /// It exists, exactly like this. A put that [`RecordKeeper::apply`] has started has succeeded.
     Present(Object),
-    /// It exists, with attributes that no [`Object`] expresses ([`State::note_inexact`]).
+    /// It exists, with attributes that no [`Object`] expresses ([`ObjectSet::note_inexact`]).
     Inexact(Object),
     /// It exists besides another entry with its key. A snapshot shows whether one has to go.
     Duplicate(Object),
@@ -259,9 +260,9 @@ pub enum KernelEvent {
     Unrepresentable(Key),
     /// Another entry for the destination changed, and may take effect: a route with another metric.
     Related(Key),
-    /// It was deleted. If [`Annex::apply`] has started a deletion of it, that has succeeded.
+    /// It was deleted. If [`RecordKeeper::apply`] has started a deletion of it, that has succeeded.
     Deleted(Key),
-    /// The put or deletion of this key that [`Annex::apply`] started last has failed.
+    /// The put or deletion of this key that [`RecordKeeper::apply`] started last has failed.
     Failed(Key, KernelError),
 }
 

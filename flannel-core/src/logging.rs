@@ -5,13 +5,13 @@ use std::time::Duration;
 /// Decides which events that another program may cause all the time get a line of the log: the
 /// first one, one with another text, and of equal ones one an hour.
 #[derive(Debug, Default)]
-pub struct Seldom {
+pub struct LogRateLimiter {
     text: String,
     until: Duration,
     more: u64,
 }
 
-impl Seldom {
+impl LogRateLimiter {
     /// The number of equal events without a line since the last line, if this event gets one. `now`
     /// is the time since any moment before the first event.
     pub fn line(&mut self, now: Duration, text: &str) -> Option<u64> {
@@ -31,8 +31,8 @@ mod tests {
 
     #[test]
     fn equal_events_share_a_line_for_an_hour() {
-        let mut seldom = Seldom::default();
-        let mut at = |seconds, text| seldom.line(Duration::from_secs(seconds), text);
+        let mut limiter = LogRateLimiter::default();
+        let mut at = |seconds, text| limiter.line(Duration::from_secs(seconds), text);
         assert_eq!(at(0, "disk full"), Some(0));
         assert_eq!((at(5, "disk full"), at(3599, "disk full")), (None, None));
         assert_eq!(at(3600, "disk full"), Some(2));

@@ -9,7 +9,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::error::Result;
 use crate::lease::{Lease, LeaseSet, Subnets, View};
-use crate::status::{Explanation, Listing, Rejection, Status, Waiting};
+use crate::status::{Explanation, Rejection, SortedMap, Status, Waiting};
 
 /// A network that runs on this host.
 ///
@@ -45,7 +45,7 @@ pub trait Network: fmt::Debug + Send {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AcceptedPeers {
     leases: LeaseSet,
-    rejected: Listing<Subnets, Rejection>,
+    rejected: SortedMap<Subnets, Rejection>,
     own: Option<Subnets>,
     complete: bool,
 }
@@ -55,7 +55,7 @@ impl AcceptedPeers {
     /// of [`is_complete`](Self::is_complete).
     pub const fn new(
         leases: LeaseSet,
-        rejected: Listing<Subnets, Rejection>,
+        rejected: SortedMap<Subnets, Rejection>,
         own: Option<Subnets>,
         complete: bool,
     ) -> Self {

@@ -11,11 +11,11 @@ mod link;
 mod name;
 mod neigh;
 mod nexthop;
+mod object_set;
 mod peer;
 mod record;
 mod route;
 mod secret;
-mod state;
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -28,11 +28,11 @@ pub use self::link::{Fou, Ipip, Link, LinkAttributes, LinkKind, Tun, Vxlan, Wire
 pub use self::name::{LinkName, MacAddr};
 pub use self::neigh::Neigh;
 pub use self::nexthop::Nexthop;
+pub use self::object_set::ObjectSet;
 pub use self::peer::{Peer, PeerAttributes, PublicKey};
 pub use self::record::Record;
 pub use self::route::{Route, Via};
 pub use self::secret::Secret;
-pub use self::state::State;
 use crate::address::Subnet;
 
 /// Defines the enums over all kinds of objects. A row is a kind and its name, the fields of its
@@ -198,10 +198,10 @@ object_kinds! {
     key: (dst: Subnet) = "{dst}",
     device: |route| route.via.link();
 
-    /// An entry of an annex. It is created last, when packets can be sent.
+    /// An entry of a record keeper. It is created last, when packets can be sent.
     Record "record",
-    /// A record, by its annex and the subnet.
-    key: (annex: &'static str, subnet: Subnet) = "{annex} {subnet}",
+    /// A record, by its keeper and the subnet.
+    key: (keeper: &'static str, subnet: Subnet) = "{keeper} {subnet}",
     device: |_| None;
 }
 

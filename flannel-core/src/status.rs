@@ -2,8 +2,8 @@
 
 mod advisory;
 mod histogram;
-mod listing;
 mod rejection;
+mod sorted_map;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,8 +12,8 @@ use std::time::SystemTime;
 
 pub use self::advisory::Advisory;
 pub use self::histogram::Histogram;
-pub use self::listing::Listing;
 pub use self::rejection::Rejection;
+pub use self::sorted_map::SortedMap;
 use crate::kernel::{ChangedBy, KernelError};
 use crate::lease::{Lease, LeaseSet, Subnets};
 use crate::object::{Change, Key, LinkName, Object, ObjectKind};
@@ -42,13 +42,13 @@ pub struct Status {
     /// Desired objects by kind, without kinds that have none.
     pub by_kind: BTreeMap<ObjectKind, usize>,
     /// Leases that are rejected, with the reason.
-    pub rejected: Listing<Subnets, Rejection>,
+    pub rejected: SortedMap<Subnets, Rejection>,
     /// Objects that the kernel refused to put or delete.
-    pub failing: Listing<Key, Failure>,
+    pub failing: SortedMap<Key, Failure>,
     /// Why the kernel cannot be read or watched; `None` if it can.
     pub kernel_error: Option<KernelError>,
     /// Conditions that are not errors, such as two peers with one public address.
-    pub advisories: Listing<Advisory>,
+    pub advisories: SortedMap<Advisory>,
     /// Changes applied so far because of leases.
     pub applied: u64,
     /// Changes that the kernel refused so far, also repeated ones.

@@ -160,7 +160,7 @@ async fn look_at_devices(network: &Network, examination: &mut Examination) -> De
     let mut texts: Vec<String> =
         there.map(|link| format!("{} ({} bytes)", link.name, link.mtu)).collect();
     if !devices.links.is_empty() {
-        texts.extend(devices.datapath.inlets.iter().map(ToString::to_string));
+        texts.extend(devices.datapath.transports.iter().map(ToString::to_string));
     }
     if devices.checksums_matter() && devices.offloaded.is_none() {
         texts.push(

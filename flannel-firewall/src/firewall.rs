@@ -7,7 +7,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::logging::Seldom;
+use flannel_core::logging::LogRateLimiter;
 use tokio::sync::watch;
 use tokio::time::{Instant, Interval, MissedTickBehavior};
 
@@ -85,7 +85,7 @@ pub struct Firewall {
     opened: Instant,
     contest: Contest,
     /// Limits the lines of the log about repairs.
-    logged: Seldom,
+    logged: LogRateLimiter,
 }
 
 struct LastCheck {
@@ -124,7 +124,7 @@ impl Firewall {
             last_check: LastCheck { ended: Instant::now(), took: Duration::ZERO },
             opened: Instant::now(),
             contest: Contest::default(),
-            logged: Seldom::default(),
+            logged: LogRateLimiter::default(),
         })
     }
 

@@ -1,17 +1,17 @@
 //! The guard of a tunnel: packets are taken only from peers, and only with sources of their own.
 
-mod annex;
 mod backend;
 mod end;
+mod keeper;
 mod table;
 
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::NetfilterSocket;
 use flannel_netlink::nftables::{Table, TableFamily};
 
-pub use self::annex::Guard;
 pub use self::backend::{Guarded, Usual};
 pub use self::end::TunnelEnd;
+pub use self::keeper::Guard;
 
 /// The start of the names of the tables of guards. The table of the guard `guard-vxlan` is
 /// `flannel-guard-vxlan`.

@@ -23,7 +23,7 @@ use flannel_core::kernel::{
     Changes, Footprint, GoRouteKernel, GoRoutes, KernelError, NexthopIds, Outcome, Process,
     ProcessNames, RouteAnswer,
 };
-use flannel_core::object::{Change, Link, Route, State};
+use flannel_core::object::{Change, Link, ObjectSet, Route};
 use flannel_core::runtime::lock;
 
 use self::apply::Writer;
@@ -152,7 +152,7 @@ impl fmt::Debug for NetlinkKernel {
 }
 
 impl Kernel for NetlinkKernel {
-    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<ObjectSet, KernelError> {
         snapshot(&mut self.lock(), &self.place, footprint)
     }
 
@@ -161,7 +161,7 @@ impl Kernel for NetlinkKernel {
         Ok(NexthopIds { usable: ids.usable && !self.without_nexthops, ..ids })
     }
 
-    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+    fn nexthop_users(&self, there: &ObjectSet) -> Result<BTreeMap<u32, String>, KernelError> {
         nexthop_users(&mut self.lock(), there)
     }
 

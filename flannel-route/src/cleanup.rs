@@ -13,7 +13,7 @@ use flannel_core::address::Dual;
 use flannel_core::kernel::{
     Footprint, GoRouteKernel, GoRoutes, KernelError, NexthopBlock, Outcome,
 };
-use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
+use flannel_core::object::{Change, Key, Nexthop, Object, ObjectSet, Route, Via};
 use flannel_core::{Kernel, Subnet};
 use libc::{EBUSY, EINVAL};
 
@@ -32,9 +32,9 @@ pub struct Cleanup {
 
 /// Removes all objects that `footprint` owns. No network may run meanwhile: it would restore them.
 ///
-/// For a backend with an annex, `kernel` must be
-/// [waiting](crate::annex::WithAnnexes::waiting): `WithAnnexes::new(kernel, annex).waiting()`.
-/// Otherwise the records stay.
+/// For a backend with a record keeper, `kernel` must be
+/// [waiting](crate::record_keepers::WithRecordKeepers::waiting): `WithRecordKeepers::new(kernel,
+/// keeper).waiting()`. Otherwise the records stay.
 ///
 /// A nexthop object on the external interface stays if another program uses it
 /// ([`Kernel::nexthop_users`]). The kernel deletes a device together with all objects on it.
@@ -232,7 +232,7 @@ pub fn remove_go_routes(
 }
 
 /// The objects of `footprint`, and `footprint` with the ids of its nexthop objects.
-fn read(kernel: &dyn Kernel, footprint: &Footprint) -> Result<(Footprint, State), KernelError> {
+fn read(kernel: &dyn Kernel, footprint: &Footprint) -> Result<(Footprint, ObjectSet), KernelError> {
     let mut footprint = footprint.clone();
     footprint.nexthops = NexthopBlock::choose(kernel, &footprint)?.0;
     let there = kernel.snapshot(&footprint)?;

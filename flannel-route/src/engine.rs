@@ -28,7 +28,7 @@ use crate::apply_stats::ApplyStats;
 use crate::nexthops::{Translated, translate, uses_nexthop};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
-use flannel_core::object::{Key, Object, State};
+use flannel_core::object::{Key, Object, ObjectSet};
 use flannel_core::{Kernel, Lease, Subnets};
 
 /// The inputs of the engine, besides the kernel.
@@ -55,7 +55,7 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    pub(crate) fn new(footprint: Footprint, base: State, peers: Admission) -> Self {
+    pub(crate) fn new(footprint: Footprint, base: ObjectSet, peers: Admission) -> Self {
         let (table, queue, leases, lookups, survey, stats) = Default::default();
         let (desired, live, unfinished) = (Desired::new(base, peers), false, false);
         Self { footprint, desired, table, queue, leases, live, lookups, survey, stats, unfinished }
@@ -210,12 +210,13 @@ impl Engine {
 mod tests {
     use super::*;
     use crate::admission::{AdmissionRules, OfferPlan};
-    use crate::annex::WithAnnexes;
     use crate::gated_kernel::GatedKernel;
+    use crate::record_keepers::WithRecordKeepers;
     use flannel_core::Subnet;
     use flannel_core::backend::Env;
     use flannel_core::kernel::{
-        Annex, ChangedBy, Changes, Invalidation, KernelError, KernelEvent, Outcome, ROUTE_PROTOCOL,
+        ChangedBy, Changes, Invalidation, KernelError, KernelEvent, Outcome, ROUTE_PROTOCOL,
+        RecordKeeper,
     };
     use flannel_core::lease::{LeaseAttrs, Offer, Revision};
     use flannel_core::object::{
@@ -234,12 +235,12 @@ mod tests {
         changed_by
     }
 
-    fn gated(kernel: &FakeKernel, annex: &Notes) -> GatedKernel {
-        let annex: Arc<dyn Annex> = Arc::new(annex.clone());
-        GatedKernel::new(Arc::new(WithAnnexes::new(Arc::new(kernel.clone()), [annex])))
+    fn gated(kernel: &FakeKernel, keeper: &Notes) -> GatedKernel {
+        let keeper: Arc<dyn RecordKeeper> = Arc::new(keeper.clone());
+        GatedKernel::new(Arc::new(WithRecordKeepers::new(Arc::new(kernel.clone()), [keeper])))
     }
 
-    /// An annex whose changes end at once.
+    /// A record keeper whose changes end at once.
     #[derive(Debug, Clone, Default)]
     struct Notes(Arc<Mutex<Noted>>);
 
@@ -261,7 +262,7 @@ mod tests {
         }
     }
 
-    impl Annex for Notes {
+    impl RecordKeeper for Notes {
         fn name(&self) -> &'static str {
             "notes"
         }
@@ -342,11 +343,11 @@ mod tests {
         }
 
         fn of(network: Subnet) -> Self {
-            Self::with(network, State::default(), |_| None)
+            Self::with(network, ObjectSet::default(), |_| None)
         }
 
         /// A world with objects of the node, and in which peers may have another object too.
-        fn with(network: Subnet, base: State, more: fn(Subnet) -> Option<Object>) -> Self {
+        fn with(network: Subnet, base: ObjectSet, more: fn(Subnet) -> Option<Object>) -> Self {
             let rules = AdmissionRules {
                 networks: [network].into_iter().collect(),
                 ..AdmissionRules::default()
@@ -481,7 +482,7 @@ mod tests {
         let end = record("10.0.0.1/32".parse().unwrap()).put_last();
         let base = [end.clone()].into_iter().collect();
         let mut world = World::with(network, base, |subnet| Some(record(subnet).into()));
-        world.engine.footprint.annexes.insert("notes");
+        world.engine.footprint.record_keepers.insert("notes");
         (world, end)
     }
 
@@ -600,7 +601,7 @@ mod tests {
         let network = "10.1.0.0/16".parse().unwrap();
         let more = |subnet| Some(neighbour_on_uplink(subnet).into());
         for is_tried in [true, false] {
-            let mut world = World::with(network, State::default(), more);
+            let mut world = World::with(network, ObjectSet::default(), more);
             let theirs = Object::from(neighbour_on_uplink(dst(3)));
             world.kernel.foreign_put(theirs.clone(), ROUTE_PROTOCOL);
             world.put(3, [198, 51, 100, 3]);

@@ -10,10 +10,10 @@ use flannel_core::backend::{
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Backend, Config, Error, Kernel, Lease, Result, Subnet, SubnetManager};
 
-use crate::annex::WithAnnexes;
 use crate::filtered_network::FilteredNetwork;
 use crate::join::{BackendInUse, JoinOptions, Joined, PreparedBackend};
 use crate::kernel_network::{EngineOptions, KernelNetwork};
+use crate::record_keepers::WithRecordKeepers;
 
 /// This host: its interface, its kernel, and the source of its leases.
 #[derive(Debug, Clone)]
@@ -29,8 +29,8 @@ pub struct Host {
     pub machine_id: String,
     /// The secrets that backends keep on this host.
     pub secrets: Arc<dyn Secrets>,
-    /// The directory in which an annex keeps its files. If it is `None`, annexes keep nothing over
-    /// restarts.
+    /// The directory in which a record keeper keeps its files. If it is `None`, record keepers keep
+    /// nothing over restarts.
     pub state_dir: Option<PathBuf>,
 }
 
@@ -46,7 +46,7 @@ impl Host {
         Self { uplink, kernel, subnets, machine_id: String::new(), secrets, state_dir: None }
     }
 
-    /// Sets the directory for the files of annexes. See [`Backend::annexes`].
+    /// Sets the directory for the files of record keepers. See [`Backend::record_keepers`].
     #[must_use]
     pub fn with_state_dir(self, dir: impl Into<PathBuf>) -> Self {
         Self { state_dir: Some(dir.into()), ..self }
@@ -169,14 +169,18 @@ impl Host {
         Ok(Joined { withholds_offers, ..joined })
     }
 
-    /// The kernel of a network of these backends, with the records of their annexes.
+    /// The kernel of a network of these backends, with the records of their record keepers.
     fn kernel_of(&self, backends: &[PreparedBackend<'_>]) -> Arc<dyn Kernel> {
-        let mut annexes = Vec::new();
+        let mut record_keepers = Vec::new();
         for PreparedBackend { in_use, .. } in backends {
-            annexes.extend(in_use.backend.annexes(self.state_dir.as_deref()));
+            record_keepers.extend(in_use.backend.record_keepers(self.state_dir.as_deref()));
         }
         let kernel = Arc::clone(&self.kernel);
-        if annexes.is_empty() { kernel } else { Arc::new(WithAnnexes::new(kernel, annexes)) }
+        if record_keepers.is_empty() {
+            kernel
+        } else {
+            Arc::new(WithRecordKeepers::new(kernel, record_keepers))
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Footprint, ProcessNames};
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, NetworkHandle, Question};
-use flannel_core::object::{Object, Route, State, Via};
+use flannel_core::object::{Object, ObjectSet, Route, Via};
 use flannel_core::status::Status;
 use flannel_core::{Kernel, Network, Result, Subnet};
 use tokio::sync::{mpsc, watch};
@@ -124,7 +124,8 @@ impl KernelNetwork {
     /// must be the same networks. The first blueprint whose plan accepts an offer of a peer defines
     /// its objects. The base objects of all blueprints are put in place.
     /// Blueprints with [records](flannel_core::object::Record) need a `kernel` that is wrapped in
-    /// [`WithAnnexes`](crate::annex::WithAnnexes), as by [`Host::join`](crate::Host::join).
+    /// [`WithRecordKeepers`](crate::record_keepers::WithRecordKeepers), as by
+    /// [`Host::join`](crate::Host::join).
     pub fn new(
         kernel: Arc<dyn Kernel>,
         lease: NodeLease,
@@ -133,7 +134,7 @@ impl KernelNetwork {
     ) -> Self {
         let mtu = blueprints.iter().map(|blueprint| blueprint.mtu).min().unwrap_or(0);
         let mut footprint = Footprint::default();
-        let mut base = State::default();
+        let mut base = ObjectSet::default();
         let mut plans = Vec::new();
         let path = blueprints.first().map_or("", |blueprint| blueprint.path);
         for blueprint in blueprints {

@@ -1,7 +1,6 @@
 #![doc = include_str!("../README.md")]
 
 pub mod admission;
-pub mod annex;
 mod apply_stats;
 mod cleanup;
 mod driver;
@@ -17,6 +16,7 @@ mod nexthops;
 mod outcomes;
 mod pending_events;
 mod rate_limiter;
+pub mod record_keepers;
 mod schedule;
 
 pub use cleanup::{Cleanup, cleanup, ready_for_go, remove_former, remove_go_routes};

@@ -37,7 +37,7 @@
 //! ```rust
 //! use flannel_core::config::BackendConfig;
 //! use flannel_core::lease::View;
-//! use flannel_core::status::Listing;
+//! use flannel_core::status::SortedMap;
 //! use flannel_route::moving::{NodeBackends, Seen, Wait};
 //!
 //! let backend = |kind: &str| BackendConfig::parse(&format!("{{\"Type\": \"{kind}\"}}")).unwrap();
@@ -48,7 +48,7 @@
 //! backends.aim_at("host-gw", &backend("host-gw"));
 //! let view = View::unknown();
 //! let own = "10.1.7.0-24".parse().unwrap();
-//! let rejected = &Listing::default();
+//! let rejected = &SortedMap::default();
 //! let seen = Seen { in_place: false, view: &view, own, tunnels: None, rejected };
 //! let step = backends.step("host-gw", &seen).unwrap();
 //! assert_eq!(step.next, Err(Wait::Devices));

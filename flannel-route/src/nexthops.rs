@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::NexthopBlock;
-use flannel_core::object::{Key, Nexthop, Object, Route, State, Via};
+use flannel_core::object::{Key, Nexthop, Object, ObjectSet, Route, Via};
 use foldhash::{HashMap, HashMapExt};
 
 /// The ids of destinations. A destination has an id while it is desired, and until its object is
@@ -34,7 +34,7 @@ impl Ids {
     }
 
     /// Lets destinations keep the ids that they have in the kernel, as long as a route is there.
-    pub(crate) fn adopt(&mut self, actual: &State, may: impl Fn(&Subnet) -> bool) {
+    pub(crate) fn adopt(&mut self, actual: &ObjectSet, may: impl Fn(&Subnet) -> bool) {
         for object in actual.iter() {
             if let Object::Route(Route { dst, via: Via::Nexthop(id), .. }) = object
                 && self.block.contains(*id)

@@ -1,4 +1,4 @@
-//! One outcome for each change, whatever a kernel or an annex answers.
+//! One outcome for each change, whatever a kernel or a record keeper answers.
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{Footprint, KernelError, Outcome};

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, View};
-use flannel_core::logging::Seldom;
+use flannel_core::logging::LogRateLimiter;
 use flannel_core::runtime::{Task, lock};
 use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
 use flannel_core::{Config, Lease, Result, SubnetManager, Subnets};
@@ -92,11 +92,11 @@ pub struct LocalManager {
     fallback: Arc<Fallback>,
     configs: Configs,
     /// Log lines: another writer changed our lease.
-    changed: Mutex<Seldom>,
+    changed: Mutex<LogRateLimiter>,
     /// Log lines: our lease was made unreadable.
-    unreadable: Mutex<Seldom>,
+    unreadable: Mutex<LogRateLimiter>,
     /// Log lines: our reservation is not used.
-    unused: Mutex<Seldom>,
+    unused: Mutex<LogRateLimiter>,
 }
 
 /// The tasks that follow the leases of all nodes.

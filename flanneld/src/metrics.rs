@@ -19,7 +19,7 @@ use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_doctor::paths::Paths;
 use flannel_firewall::Packets;
 
-use crate::observe::{Counters, NetworkSnapshot, Rulebook, Snapshot};
+use crate::observe::{Counters, FirewallRules, NetworkSnapshot, Snapshot};
 use crate::report::problems::first_error;
 use crate::report::refused_config;
 use crate::report::subnets_used;
@@ -75,7 +75,7 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
     if let Some(network) = &snapshot.network {
         leases(&mut page, network, snapshot.store_kind());
         kernel(&mut page, network);
-        firewall(&mut page, &network.running.rulebook.borrow());
+        firewall(&mut page, &network.running.firewall_rules.borrow());
         if let Some(results) = &network.running.paths {
             paths(&mut page, results);
         }
@@ -326,11 +326,11 @@ fn guard(page: &mut Page, refused: &Refused) {
 }
 
 /// Without requested rules, all rules are in place.
-fn firewall(page: &mut Page, rulebook: &Rulebook) {
-    let in_place = match rulebook {
-        Rulebook::Unwanted => true,
-        Rulebook::Pending | Rulebook::Missing { .. } => false,
-        Rulebook::Kept(status) => status.borrow().in_place,
+fn firewall(page: &mut Page, firewall_rules: &FirewallRules) {
+    let in_place = match firewall_rules {
+        FirewallRules::Unwanted => true,
+        FirewallRules::Pending | FirewallRules::Missing { .. } => false,
+        FirewallRules::Kept(status) => status.borrow().in_place,
     };
     page.flag(
         "flannel_firewall_in_place",

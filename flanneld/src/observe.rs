@@ -25,7 +25,7 @@ use tokio::sync::watch;
 
 use crate::error::Error;
 use running::CountersRead;
-pub(crate) use running::{Rulebook, Running};
+pub(crate) use running::{FirewallRules, Running};
 pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
 use trials::Trials;
 
@@ -406,10 +406,10 @@ pub(crate) mod tests {
             },
             kernel: Arc::new(FakeKernel::with_uplink("eth0")),
             encrypted: None,
-            annexes: Vec::new(),
+            record_keepers: Vec::new(),
             handle: NetworkHandle::new(lease, 1450, status),
             views,
-            rulebook: watch::channel(Rulebook::Unwanted).1,
+            firewall_rules: watch::channel(FirewallRules::Unwanted).1,
             paths: None,
             lapsed: false,
             since: SystemTime::now(),
@@ -464,7 +464,7 @@ pub(crate) mod tests {
             status.repairs.insert(what, 2);
             status.latency.record(Duration::from_millis(1));
             let (_subnets, mut running) = network(status).await;
-            running.rulebook = watch::channel(Rulebook::Kept(firewall.clone())).1;
+            running.firewall_rules = watch::channel(FirewallRules::Kept(firewall.clone())).1;
             let guard = observer.running(running);
             let counted = || {
                 let Counters {

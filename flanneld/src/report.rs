@@ -6,9 +6,9 @@ pub(crate) mod problems;
 pub(crate) mod why;
 
 use flannel_api::{
-    Counted, DaemonReport, FailureReport, GuardReport, InletReport, InterfaceReport, LatencyReport,
-    LeaseReport, More, NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport,
-    StatusReport, StoreReport, SubnetsReport, TrafficReport, VERSION, by_family, seconds, texts,
+    Counted, DaemonReport, FailureReport, GuardReport, InterfaceReport, LatencyReport, LeaseReport,
+    More, NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport, StatusReport,
+    StoreReport, SubnetsReport, TrafficReport, TransportReport, VERSION, by_family, seconds, texts,
 };
 use flannel_core::object::Key;
 use flannel_core::status::{Failure, Status};
@@ -63,7 +63,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         interface: InterfaceReport::from(&running.iface),
         devices: by_family(&running.datapath.devices, ToString::to_string),
         overhead: by_family(&running.datapath.overhead, |bytes| *bytes),
-        inlets: running.datapath.inlets.iter().filter_map(InletReport::new).collect(),
+        transports: running.datapath.transports.iter().filter_map(TransportReport::new).collect(),
         bare_routes: running.datapath.bare,
         in_sync: status.in_sync,
         live: status.live,

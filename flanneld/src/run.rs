@@ -43,7 +43,7 @@ pub(crate) async fn run<T>(
 ) -> Result<T, Error> {
     let mut stop = pin!(stop);
     // First, because another daemon that holds the lock may have the sockets too. Until then, the
-    // annexes are the other daemon's.
+    // record keepers are the other daemon's.
     let lock = tokio::select! {
         lock = state_dir::lock(&settings.state_dir) => lock?,
         stopped = &mut stop => return Ok(stopped),
@@ -74,9 +74,9 @@ fn networks<'a>(
 /// What the backends do at an orderly end of the daemon.
 fn end_of_node(settings: &DaemonConfig) -> impl FnOnce() + Send + use<> {
     let state_dir = Some(settings.state_dir.as_path());
-    let annexes: Vec<_> =
-        settings.backends.iter().flat_map(|backend| backend.annexes(state_dir)).collect();
-    move || annexes.iter().for_each(|annex| annex.stop())
+    let record_keepers: Vec<_> =
+        settings.backends.iter().flat_map(|backend| backend.record_keepers(state_dir)).collect();
+    move || record_keepers.iter().for_each(|keeper| keeper.stop())
 }
 
 /// Opens the store and runs networks on it.

@@ -10,13 +10,13 @@ use std::net::{IpAddr, Ipv4Addr};
 use async_trait::async_trait;
 use flannel_core::address::Family;
 use flannel_core::backend::{
-    Blueprint, Datapath, Env, ExternalInterface, Inlet, Node, NodeLease, Prepared,
+    Blueprint, Datapath, Env, ExternalInterface, Node, NodeLease, Prepared, Transport,
 };
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
 use flannel_core::object::{
-    Addr, Fdb, Link, LinkName, MacAddr, Neigh, Object, Route, State, Via, Vxlan,
+    Addr, Fdb, Link, LinkName, MacAddr, Neigh, Object, ObjectSet, Route, Via, Vxlan,
 };
 use flannel_core::status::Rejection;
 use flannel_core::{Backend, Config, Error, Result, Subnets};
@@ -115,7 +115,7 @@ impl Backend for Lane {
             datapath.encrypted = [options.device].into();
         }
         // Lanes also have packets without ports. A guard takes both from peers only.
-        datapath.inlets = vec![Inlet::Udp(options.port), Inlet::Protocol(253)];
+        datapath.transports = vec![Transport::Udp(options.port), Transport::Protocol(253)];
         Ok(datapath)
     }
 
@@ -157,9 +157,9 @@ impl Backend for Lane {
 }
 
 /// The device, with the first address of each subnet.
-fn base(link: Link, lease: &NodeLease) -> State {
+fn base(link: Link, lease: &NodeLease) -> ObjectSet {
     let name = link.name;
-    let mut base: State = [link].into_iter().collect();
+    let mut base: ObjectSet = [link].into_iter().collect();
     for subnet in lease.held().into_iter().flat_map(|lease| lease.subnets.iter()) {
         base.insert(Addr { link: name, address: subnet.base(), len: subnet.family().bits() });
     }

@@ -266,7 +266,7 @@ fn wait(
             return Ok(status);
         }
         if limits.stopped.load(Ordering::Relaxed) {
-            return Err("it was ended, because the annex stops".to_owned());
+            return Err("it was ended, because the keeper stops".to_owned());
         }
         if begin.elapsed() >= limits.time {
             return Err(format!("it did not end within {} s", limits.time.as_secs()));
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_ends_when_the_annex_stops() {
+    fn a_command_ends_when_the_record_keeper_stops() {
         let dir = tempfile::tempdir().unwrap();
         let (command, file) = endless(dir.path());
         let stopped = AtomicBool::new(false);
@@ -461,7 +461,7 @@ mod tests {
             stopped.store(true, Ordering::Relaxed);
             running.join().unwrap().unwrap_err().to_string()
         });
-        assert_eq!(error, "it was ended, because the annex stops");
+        assert_eq!(error, "it was ended, because the keeper stops");
         child_is_gone(&file);
     }
 

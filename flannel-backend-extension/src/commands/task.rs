@@ -53,17 +53,17 @@ impl fmt::Debug for Task {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Of {
-    /// This node. Its commands to remove run when the annex stops.
+    /// This node. Its commands to remove run when the keeper stops.
     Node,
     /// Another node.
     Peer,
 }
 
-/// The names of an annex and of its commands, for records, errors and logs.
+/// The names of a record keeper and of its commands, for records, errors and logs.
 #[derive(Debug, Clone, Copy)]
 pub struct Names {
-    /// The name of the annex.
-    pub annex: &'static str,
+    /// The name of the keeper.
+    pub keeper: &'static str,
     /// The commands that put the task of this node in place, and that remove it.
     pub node: [&'static str; 2],
     /// The commands that put the task of a peer in place, and that remove it.
@@ -80,15 +80,15 @@ impl Names {
 }
 
 impl Task {
-    /// Its record in the annex of this name ([`Names::annex`]). An annex of another name refuses
-    /// it. `key` is a subnet of the node. The words of the commands and the input are not shown,
-    /// because they may be secrets. The variables `PUBLIC_IP` and `PUBLIC_IPV6` are.
-    pub fn record(&self, annex: &'static str, key: Subnet) -> Record {
-        self.record_with(annex, key, true)
+    /// Its record in the keeper of this name ([`Names::keeper`]). A record keeper of another name
+    /// refuses it. `key` is a subnet of the node. The words of the commands and the input are not
+    /// shown, because they may be secrets. The variables `PUBLIC_IP` and `PUBLIC_IPV6` are.
+    pub fn record(&self, keeper: &'static str, key: Subnet) -> Record {
+        self.record_with(keeper, key, true)
     }
 
     /// The record of this task. It differs between a task that is in place and one that is not.
-    pub(crate) fn record_with(&self, annex: &'static str, key: Subnet, in_place: bool) -> Record {
+    pub(crate) fn record_with(&self, keeper: &'static str, key: Subnet, in_place: bool) -> Record {
         let at = ["PUBLIC_IP", "PUBLIC_IPV6"]
             .into_iter()
             .filter_map(|name| self.variables.get(name))
@@ -100,7 +100,7 @@ impl Task {
         let outdated = if in_place { "" } else { ", outdated" };
         let content =
             serde_json::to_vec(self).expect("all keys are strings, and there are no floats");
-        Record::new(annex, key, format!("commands for {of} {at}{outdated}"))
+        Record::new(keeper, key, format!("commands for {of} {at}{outdated}"))
             .with_secret(Secret::new(content))
     }
 

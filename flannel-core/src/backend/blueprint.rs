@@ -6,7 +6,7 @@ use super::{Datapath, Env, Plan};
 use crate::address::Subnet;
 use crate::kernel::Footprint;
 use crate::lease::{Offer, Subnets};
-use crate::object::{Object, Route, State, Via};
+use crate::object::{Object, ObjectSet, Route, Via};
 use crate::status::Rejection;
 
 /// The description of a network of kernel objects, for the route engine.
@@ -50,7 +50,7 @@ pub struct Blueprint {
     /// others are reported as failing, and are not put.
     pub footprint: Footprint,
     /// The objects that do not depend on peers: the device and its addresses.
-    pub base: State,
+    pub base: ObjectSet,
     /// The objects that each peer adds.
     pub plan: Box<Plan>,
 }
@@ -72,7 +72,7 @@ impl Blueprint {
             path: "",
             handshakes: false,
             footprint: Footprint::default(),
-            base: State::default(),
+            base: ObjectSet::default(),
             plan: Box::new(plan),
         }
     }
@@ -109,7 +109,7 @@ impl Blueprint {
 
     /// Sets [`Blueprint::base`].
     #[must_use]
-    pub fn with_base(self, base: State) -> Self {
+    pub fn with_base(self, base: ObjectSet) -> Self {
         Self { base, ..self }
     }
 

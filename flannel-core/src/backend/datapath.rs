@@ -15,7 +15,7 @@ pub struct Datapath {
     /// The bytes that the tunnel adds to a packet, per family of the packet; `None` or 0: none.
     pub overhead: Dual<u32>,
     /// The packets, besides those of pods, that firewalls between nodes must let pass.
-    pub inlets: Vec<Inlet>,
+    pub transports: Vec<Transport>,
     /// Packets of pods travel between some nodes without a tunnel.
     pub bare: bool,
     /// Peers on the same link are reached without the tunnel, although there is one.
@@ -42,23 +42,24 @@ impl Datapath {
                 self.overhead[family] = other.overhead[family];
             }
         }
-        let new = other.inlets.into_iter().filter(|inlet| !self.inlets.contains(inlet));
-        let new: Vec<Inlet> = new.collect();
-        self.inlets.extend(new);
+        let new =
+            other.transports.into_iter().filter(|transport| !self.transports.contains(transport));
+        let new: Vec<Transport> = new.collect();
+        self.transports.extend(new);
     }
 }
 
 /// A kind of packet that nodes of a network send to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Inlet {
+pub enum Transport {
     /// UDP datagrams to this port.
     Udp(u16),
     /// IP packets of this protocol number. A firewall can admit those of accepted peers only.
     Protocol(u8),
 }
 
-impl fmt::Display for Inlet {
+impl fmt::Display for Transport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Udp(port) => write!(f, "UDP port {port}"),

@@ -1,10 +1,10 @@
-//! The errors of a kernel and of an annex, by cause.
+//! The errors of a kernel and of a record keeper, by cause.
 
 use std::{fmt, io};
 
 use libc::{EADDRNOTAVAIL, EBADMSG, EIO, ENODEV, ENOENT, ENXIO, EPERM, ESRCH, ETIMEDOUT};
 
-/// Why a kernel, or an [`Annex`](super::Annex), did not do what it was asked.
+/// Why a kernel, or a [`RecordKeeper`](super::RecordKeeper), did not do what it was asked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KernelError {
@@ -20,8 +20,8 @@ pub enum KernelError {
         /// What is wrong with the answer, if more than that is known.
         detail: Option<String>,
     },
-    /// A change has not ended in time ([`Annex::wait`](super::Annex::wait)). It is shown as
-    /// `ETIMEDOUT`.
+    /// A change has not ended in time ([`RecordKeeper::wait`](super::RecordKeeper::wait)). It is
+    /// shown as `ETIMEDOUT`.
     TimedOut,
     /// The network's [footprint](super::Footprint) does not own this object, so the route engine
     /// did not put it. The text is the object.

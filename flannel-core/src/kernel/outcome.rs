@@ -3,14 +3,14 @@
 use super::KernelError;
 
 /// What became of one change of [`Kernel::apply`](super::Kernel::apply) or
-/// [`Annex::apply`](super::Annex::apply).
+/// [`RecordKeeper::apply`](super::RecordKeeper::apply).
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use = "a change may have failed"]
 pub enum Outcome {
     /// The change was made, or there was nothing to change.
     Done,
-    /// The change was only started: by an annex, or the put of a device that another program makes.
-    /// Its end is an event.
+    /// The change was only started: by a record keeper, or the put of a device that another program
+    /// makes. Its end is an event.
     Started,
     /// The change was refused.
     Failed(KernelError),

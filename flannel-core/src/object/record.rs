@@ -1,16 +1,17 @@
-//! Records of annexes.
+//! Records: entries of record keepers.
 
 use std::fmt;
 
 use super::Secret;
 use crate::address::Subnet;
 
-/// An entry that an [`Annex`](crate::kernel::Annex) keeps for a peer. It is not in the kernel.
+/// An entry that a [`RecordKeeper`](crate::kernel::RecordKeeper) keeps for a peer. It is not in
+/// the kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Record {
-    /// The annex ([`Annex::name`](crate::kernel::Annex::name)).
-    pub annex: &'static str,
+    /// The keeper ([`RecordKeeper::name`](crate::kernel::RecordKeeper::name)).
+    pub keeper: &'static str,
     /// A subnet of the peer.
     pub subnet: Subnet,
     /// Boxed, because most objects are no records.
@@ -26,9 +27,9 @@ struct Content {
 
 impl Record {
     /// A record without a secret.
-    pub fn new(annex: &'static str, subnet: Subnet, data: impl Into<Box<str>>) -> Self {
+    pub fn new(keeper: &'static str, subnet: Subnet, data: impl Into<Box<str>>) -> Self {
         let content = Content { data: data.into(), secret: None, is_last: false };
-        Self { annex, subnet, content: Box::new(content) }
+        Self { keeper, subnet, content: Box::new(content) }
     }
 
     /// The same record with this secret.
@@ -53,7 +54,7 @@ impl Record {
         self.content.is_last
     }
 
-    /// The content, in a form that the annex and the plan agree on. The status shows it.
+    /// The content, in a form that the keeper and the plan agree on. The status shows it.
     pub fn data(&self) -> &str {
         &self.content.data
     }
@@ -66,9 +67,9 @@ impl Record {
 
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { annex, subnet, content } = self;
+        let Self { keeper, subnet, content } = self;
         let Content { data, secret, .. } = &**content;
-        write!(f, "record {annex} {subnet} {data}")?;
+        write!(f, "record {keeper} {subnet} {data}")?;
         secret.as_ref().map_or(Ok(()), |secret| write!(f, " {secret}"))
     }
 }

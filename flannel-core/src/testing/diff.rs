@@ -1,10 +1,10 @@
 //! The difference between two states, as an oracle for tests.
 
-use crate::object::{Change, Object, State};
+use crate::object::{Change, Object, ObjectSet};
 
 /// The changes that turn `actual` into `want`: puts in the order of creation, then deletions in the
 /// reverse order. An inexact object is put.
-pub fn diff(want: &State, actual: &State) -> Vec<Change> {
+pub fn diff(want: &ObjectSet, actual: &ObjectSet) -> Vec<Change> {
     let differs = |object: &&Object| {
         actual.get(&object.key()) != Some(object) || actual.is_inexact(&object.key())
     };
@@ -19,11 +19,11 @@ mod tests {
     use crate::testing::any_object;
     use proptest::prelude::*;
 
-    fn any_state() -> impl Strategy<Value = State> {
-        prop::collection::vec(any_object(), 0..40).prop_map(State::from_iter)
+    fn any_state() -> impl Strategy<Value = ObjectSet> {
+        prop::collection::vec(any_object(), 0..40).prop_map(ObjectSet::from_iter)
     }
 
-    fn apply(state: &State, changes: &[Change]) -> State {
+    fn apply(state: &ObjectSet, changes: &[Change]) -> ObjectSet {
         let mut state = state.clone();
         for change in changes {
             match change {

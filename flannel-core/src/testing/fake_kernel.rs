@@ -20,7 +20,7 @@ use crate::kernel::{
     ChangedBy, Changes, Footprint, GoRouteKernel, GoRoutes, Invalidation, Kernel, KernelError,
     KernelEvent, NexthopIds, Outcome, Process, ProcessNames, ROUTE_PROTOCOL, RouteAnswer,
 };
-use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, Route, State, Via};
+use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, ObjectSet, Route, Via};
 use crate::runtime::lock;
 
 /// A kernel in memory. It follows these rules of Linux: the objects that an object needs, the
@@ -281,7 +281,7 @@ impl FakeKernel {
     }
 
     /// All objects of all processes. Foreign links are left out.
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> ObjectSet {
         self.lock().objects.values().map(|entry| entry.object.clone()).collect()
     }
 
@@ -309,11 +309,11 @@ fn foreigner(key: &Key, protocol: Option<u8>) -> Option<ChangedBy> {
 }
 
 impl Kernel for FakeKernel {
-    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<ObjectSet, KernelError> {
         let mut tables = self.lock();
         tables.call(Operation::Snapshot, None)?;
         let ours = || tables.objects.values().filter(|entry| tables.owns(footprint, entry));
-        let mut state: State = ours().map(|entry| entry.object.clone()).collect();
+        let mut state: ObjectSet = ours().map(|entry| entry.object.clone()).collect();
         for entry in ours().filter(|entry| entry.inexact || entry.protocol != ROUTE_PROTOCOL) {
             if let Object::Route(route) = &entry.object {
                 state.note_inexact(Key::Route(route.dst));
@@ -350,7 +350,7 @@ impl Kernel for FakeKernel {
         Ok(there)
     }
 
-    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+    fn nexthop_users(&self, there: &ObjectSet) -> Result<BTreeMap<u32, String>, KernelError> {
         let mut tables = self.lock();
         tables.call(Operation::NexthopIds, None)?;
         let user = |entry: &Entry| match &entry.object {

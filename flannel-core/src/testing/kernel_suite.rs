@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use crate::address::{Family, Subnet};
 use crate::kernel::{Footprint, Kernel, Outcome};
 use crate::object::{
-    Addr, Change, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State,
+    Addr, Change, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectSet, Route,
     Via, Vxlan,
 };
 
@@ -123,15 +123,15 @@ fn apply(fixture: &Fixture<'_>, changes: &[Change]) {
     }
 }
 
-fn snapshot(fixture: &Fixture<'_>) -> State {
+fn snapshot(fixture: &Fixture<'_>) -> ObjectSet {
     fixture.kernel.snapshot(&footprint(fixture.uplink)).expect("a snapshot")
 }
 
-fn text(state: &State) -> Vec<String> {
+fn text(state: &ObjectSet) -> Vec<String> {
     state.iter().map(ToString::to_string).collect()
 }
 
-fn assert_state(fixture: &Fixture<'_>, want: &State) {
+fn assert_state(fixture: &Fixture<'_>, want: &ObjectSet) {
     assert_eq!(text(&snapshot(fixture)), text(want));
 }
 
@@ -139,10 +139,10 @@ fn clear(fixture: &Fixture<'_>) {
     let changes: Vec<Change> =
         snapshot(fixture).iter().rev().cloned().map(Change::Delete).collect();
     apply(fixture, &changes);
-    assert_state(fixture, &State::default());
+    assert_state(fixture, &ObjectSet::default());
 }
 
-fn everything(fixture: &Fixture<'_>) -> State {
+fn everything(fixture: &Fixture<'_>) -> ObjectSet {
     let both = [(Family::V4, 1), (Family::V6, 2)];
     both.iter().flat_map(|(family, n)| one_of_each(*family, *n, fixture.uplink)).collect()
 }

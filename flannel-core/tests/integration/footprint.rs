@@ -26,6 +26,6 @@ fn the_routes_of_a_network_are_owned_on_any_device_and_watched_on_the_interface(
         }
         let outside = route("10.2.7.0/24", Via::Link(eth0));
         assert!(!footprint.owns_route(&outside, Some(eth0), ROUTE_PROTOCOL));
-        assert!(footprint.links.is_empty() && footprint.annexes.is_empty());
+        assert!(footprint.links.is_empty() && footprint.record_keepers.is_empty());
     }
 }

@@ -6,7 +6,7 @@
 use std::net::IpAddr;
 
 use flannel_core::Remedy;
-use flannel_core::backend::Inlet;
+use flannel_core::backend::Transport;
 
 use crate::diagnosis::handshake;
 use crate::diagnosis::mtu::{Fault, Narrow};
@@ -109,8 +109,8 @@ impl Case<'_> {
         let public = self.question.public.map(|(public, _)| public.to_string()).unwrap_or_default();
         let public_replies = answers.public.as_ref().is_some_and(|[small, _]| replied(small));
         if answers.tunnel.is_some() && public_replies {
-            let inlet = self.devices.datapath.inlets.first();
-            let what = inlet.map_or_else(|| "the tunnel".to_owned(), ToString::to_string);
+            let transport = self.devices.datapath.transports.first();
+            let what = transport.map_or_else(|| "the tunnel".to_owned(), ToString::to_string);
             let likely = match answers.path.acknowledged {
                 0 => format!(
                     "{what} may be blocked here, on the way or there, or flannel does not work \
@@ -123,8 +123,8 @@ impl Case<'_> {
             };
             // A guard drops packets of a tunnel, whatever other rules accept. Without ports it is
             // on by default.
-            let gate = match inlet {
-                Some(Inlet::Protocol(_)) => {
+            let gate = match transport {
+                Some(Transport::Protocol(_)) => {
                     ". A node takes it from public addresses of nodes only: if packets have \
                      others, \"SourceCheck\": false"
                 }
@@ -136,9 +136,9 @@ impl Case<'_> {
             );
             let ipv6 = self.question.public.is_some_and(|(address, _)| address.is_ipv6());
             let program = if ipv6 { "ip6tables" } else { "iptables" };
-            let packets = match inlet {
-                Some(Inlet::Udp(port)) => format!("udp --dport {port}"),
-                Some(Inlet::Protocol(number)) => number.to_string(),
+            let packets = match transport {
+                Some(Transport::Udp(port)) => format!("udp --dport {port}"),
+                Some(Transport::Protocol(number)) => number.to_string(),
                 _ => return Finding::error(Check::Tunnel, text),
             };
             let accept = Remedy::run(format!("{program} -I INPUT -p {packets} -j ACCEPT"));

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use flannel_core::Kernel;
 use flannel_core::address::{Dual, Family};
-use flannel_core::backend::{Datapath, Inlet};
+use flannel_core::backend::{Datapath, Transport};
 use flannel_core::kernel::Footprint;
 use flannel_core::object::{Link, LinkKind, LinkName, MacAddr, Object};
 use flannel_netlink::NetlinkKernel;
@@ -115,8 +115,11 @@ pub fn read(network: &Network) -> Devices {
     };
     // The socket of a tun device's process belongs to the network.
     if devices.links.iter().any(|link| !matches!(link.kind, LinkKind::Tun(_))) {
-        let port = |inlet: &Inlet| if let Inlet::Udp(port) = inlet { Some(*port) } else { None };
-        devices.port_users = datapath.inlets.iter().filter_map(port).flat_map(port_users).collect();
+        let port = |transport: &Transport| {
+            if let Transport::Udp(port) = transport { Some(*port) } else { None }
+        };
+        devices.port_users =
+            datapath.transports.iter().filter_map(port).flat_map(port_users).collect();
     }
     if devices.checksums_matter() {
         devices.offloaded = devices

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use flannel_api::PeerState;
 use flannel_core::SubnetManager;
 use flannel_core::address::{Dual, Family};
-use flannel_core::backend::{Datapath, Inlet};
+use flannel_core::backend::{Datapath, Transport};
 use flannel_core::object::LinkName;
 use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
@@ -74,7 +74,7 @@ fn datapath() -> Datapath {
     let mut datapath = Datapath::default();
     datapath.devices.v4 = Some(name());
     datapath.overhead.v4 = Some(60);
-    datapath.inlets = vec![Inlet::Udp(51820)];
+    datapath.transports = vec![Transport::Udp(51820)];
     datapath.encrypted = [name()].into();
     datapath
 }

@@ -8,13 +8,13 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
     Blueprint, Datapath, ExternalInterface, Node, Plan, Prepared, SourceCheck,
 };
-use flannel_core::kernel::{Annex, Footprint};
+use flannel_core::kernel::{Footprint, RecordKeeper};
 use flannel_core::object::{LinkKind, LinkName, Object};
 use flannel_core::runtime::blocking;
 use flannel_core::{Backend, Config, Error, Result, Subnets};
 
-use super::annex::Guard;
 use super::end::TunnelEnd;
+use super::keeper::Guard;
 
 /// What [`Guarded`] does if the config has no `SourceCheck`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,10 +32,10 @@ pub enum Usual {
 /// A backend with a tunnel, and a [`Guard`] of this tunnel. It has one more option:
 /// [`SourceCheck`].
 ///
-/// The [datapath](Backend::datapath) of the backend describes the tunnel: its devices and inlets.
-/// Each device carries packets of its family, between addresses of that family. If the backend has
-/// one device for both families, a check is refused. The peers are the offers that the plan of the
-/// backend accepts, with their public addresses.
+/// The [datapath](Backend::datapath) of the backend describes the tunnel: its devices and
+/// transports. Each device carries packets of its family, between addresses of that family. If the
+/// backend has one device for both families, a check is refused. The peers are the offers that the
+/// plan of the backend accepts, with their public addresses.
 ///
 /// ```
 /// use flannel_backend_vxlan::VxlanBackend;
@@ -155,14 +155,14 @@ impl<B: Backend> Backend for Guarded<B> {
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
         let mut footprint = self.inner.footprint(config, uplink)?;
-        footprint.annexes.insert(self.guard.name());
+        footprint.record_keepers.insert(self.guard.name());
         Ok(footprint)
     }
 
-    fn annexes(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn Annex>> {
-        let mut annexes = self.inner.annexes(state_dir);
-        annexes.push(Arc::new(self.guard.clone()));
-        annexes
+    fn record_keepers(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn RecordKeeper>> {
+        let mut record_keepers = self.inner.record_keepers(state_dir);
+        record_keepers.push(Arc::new(self.guard.clone()));
+        record_keepers
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
@@ -177,13 +177,13 @@ impl<B: Backend> Backend for Guarded<B> {
                 drops: check == SourceCheck::Drop,
                 device: Some(datapath.devices[family]?),
                 local: node.uplink.address[family]?,
-                inlets: datapath.inlets.clone(),
+                transports: datapath.transports.clone(),
             })
         });
         let guard = self.guard.clone();
         let is_wanted = check != SourceCheck::Off;
         Ok(prepared.map_blueprint(move |mut blueprint, lease| {
-            blueprint.footprint.annexes.insert(guard.name());
+            blueprint.footprint.record_keepers.insert(guard.name());
             let by_program = moves_by_program(&blueprint, &ends);
             // A program checks the packets itself.
             guard.note_unable(unguarded.clone().filter(|_| !by_program));

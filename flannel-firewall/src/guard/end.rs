@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use flannel_core::backend::Inlet;
+use flannel_core::backend::Transport;
 use flannel_core::object::LinkName;
 
 const AT: &str = " strangers at ";
@@ -24,15 +24,15 @@ pub struct TunnelEnd {
     /// The address at which the packets of the tunnel arrive.
     pub local: IpAddr,
     /// The ports or protocols of the packets of the tunnel.
-    pub inlets: Vec<Inlet>,
+    pub transports: Vec<Transport>,
 }
 
 /// For example `drops strangers at UDP port 8472 for flannel.1`.
 impl fmt::Display for TunnelEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verb = if self.drops { "drops" } else { "counts" };
-        let inlets: Vec<String> = self.inlets.iter().map(ToString::to_string).collect();
-        write!(f, "{verb}{AT}{}", inlets.join(AND))?;
+        let transports: Vec<String> = self.transports.iter().map(ToString::to_string).collect();
+        write!(f, "{verb}{AT}{}", transports.join(AND))?;
         if let Some(device) = self.device {
             write!(f, "{FOR}{device}")?;
         }
@@ -49,20 +49,20 @@ impl TunnelEnd {
             "counts" => false,
             _ => return None,
         };
-        let (inlets, device) = match rest.split_once(FOR) {
-            Some((inlets, device)) => (inlets, Some(device.parse().ok()?)),
+        let (transports, device) = match rest.split_once(FOR) {
+            Some((transports, device)) => (transports, Some(device.parse().ok()?)),
             None => (rest, None),
         };
-        let inlets = inlets.split(AND).map(inlet).collect::<Option<Vec<_>>>()?;
-        Some(Self { drops, device, local, inlets })
+        let transports = transports.split(AND).map(transport).collect::<Option<Vec<_>>>()?;
+        Some(Self { drops, device, local, transports })
     }
 }
 
-fn inlet(text: &str) -> Option<Inlet> {
+fn transport(text: &str) -> Option<Transport> {
     if let Some(port) = text.strip_prefix(UDP) {
-        return port.parse().ok().map(Inlet::Udp);
+        return port.parse().ok().map(Transport::Udp);
     }
-    text.strip_prefix(PROTOCOL)?.parse().ok().map(Inlet::Protocol)
+    text.strip_prefix(PROTOCOL)?.parse().ok().map(Transport::Protocol)
 }
 
 #[cfg(test)]

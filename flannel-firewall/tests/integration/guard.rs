@@ -7,8 +7,8 @@ use std::net::IpAddr;
 
 use flannel_core::Subnet;
 use flannel_core::address::Family;
-use flannel_core::backend::Inlet;
-use flannel_core::kernel::{Annex, Outcome};
+use flannel_core::backend::Transport;
+use flannel_core::kernel::{Outcome, RecordKeeper};
 use flannel_core::object::{Change, Record};
 use flannel_firewall::{Guard, TunnelEnd};
 
@@ -41,7 +41,7 @@ fn end(family: Family, device: &str, drops: bool) -> TunnelEnd {
         drops,
         device: Some(device.parse().unwrap()),
         local: host(family, 7),
-        inlets: vec![Inlet::Udp(PORT)],
+        transports: vec![Transport::Udp(PORT)],
     }
 }
 

@@ -9,7 +9,7 @@ use std::thread::Builder;
 
 use flannel_core::address::Family;
 use flannel_core::kernel::{Footprint, KernelError};
-use flannel_core::object::{Key, LinkName, MacAddr, Neigh, Object, State};
+use flannel_core::object::{Key, LinkName, MacAddr, Neigh, Object, ObjectSet};
 
 pub(crate) use self::nexthops::{nexthop_ids, nexthop_users};
 use crate::codec::link::LinkMessage;
@@ -52,9 +52,9 @@ pub(crate) fn snapshot(
     socket: &mut Socket,
     place: &Place,
     footprint: &Footprint,
-) -> Result<State, KernelError> {
+) -> Result<ObjectSet, KernelError> {
     let Place { namespace, foreign, wireguard } = place;
-    let mut state = State::default();
+    let mut state = ObjectSet::default();
     let (tables, to_sort) = channel::<Table>();
     let sorted = &mut state;
     let mut sort = move || {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use flannel_core::kernel::{Footprint, Invalidation, Outcome};
 use flannel_core::object::{
-    Addr, Change, Fou, Link, LinkKind, LinkName, Object, Route, State, Tun, Via,
+    Addr, Change, Fou, Link, LinkKind, LinkName, Object, ObjectSet, Route, Tun, Via,
 };
 use flannel_core::{Kernel, Subnet};
 use flannel_netlink::NetlinkKernel;
@@ -85,8 +85,8 @@ fn put(kernel: &NetlinkKernel, objects: &[Object]) {
 }
 
 fn assert_state(kernel: &NetlinkKernel, objects: &[Object]) {
-    let want: State = objects.iter().cloned().collect();
-    let text = |state: &State| state.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let want: ObjectSet = objects.iter().cloned().collect();
+    let text = |state: &ObjectSet| state.iter().map(ToString::to_string).collect::<Vec<_>>();
     assert_eq!(text(&kernel.snapshot(&footprint()).unwrap()), text(&want));
 }
 
@@ -169,7 +169,7 @@ fn datagrams_carry_packets_alone() {
             for damage in damage {
                 ip(&damage);
                 let state = near.snapshot(&footprint()).unwrap();
-                let want: State = ours.iter().cloned().collect();
+                let want: ObjectSet = ours.iter().cloned().collect();
                 let is_seen = state != want || state.is_inexact(&ours[0].key());
                 assert!(is_seen, "{damage}");
                 put(&near, &ours);

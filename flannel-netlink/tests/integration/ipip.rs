@@ -4,7 +4,7 @@ use std::net::Ipv4Addr;
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{Footprint, Outcome};
-use flannel_core::object::{Change, Ipip, Link, LinkKind, Nexthop, Object, Route, State, Via};
+use flannel_core::object::{Change, Ipip, Link, LinkKind, Nexthop, Object, ObjectSet, Route, Via};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns, ip};
 use test_support::guest::in_uml;
@@ -31,8 +31,8 @@ fn put(kernel: &NetlinkKernel, objects: &[Object]) {
 }
 
 fn assert_state(kernel: &NetlinkKernel, objects: &[Object]) {
-    let want: State = objects.iter().cloned().collect();
-    let text = |state: &State| state.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let want: ObjectSet = objects.iter().cloned().collect();
+    let text = |state: &ObjectSet| state.iter().map(ToString::to_string).collect::<Vec<_>>();
     assert_eq!(text(&kernel.snapshot(&footprint()).unwrap()), text(&want));
 }
 

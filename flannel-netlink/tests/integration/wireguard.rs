@@ -7,8 +7,8 @@ use flannel_core::Kernel;
 use flannel_core::address::Dual;
 use flannel_core::kernel::{Changes, Footprint, Invalidation, KernelEvent, Outcome};
 use flannel_core::object::{
-    Addr, Change, Key, Link, LinkName, Object, Peer, PeerAttributes, PublicKey, Route, Secret,
-    State, Via, Wireguard,
+    Addr, Change, Key, Link, LinkName, Object, ObjectSet, Peer, PeerAttributes, PublicKey, Route,
+    Secret, Via, Wireguard,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns, in_netns_async, ip, run};
@@ -81,13 +81,13 @@ impl End {
         }
     }
 
-    fn state(&self) -> State {
+    fn state(&self) -> ObjectSet {
         self.kernel.snapshot(&footprint()).unwrap()
     }
 
     fn assert_state(&self, objects: &[Object]) {
-        let want: State = objects.iter().cloned().collect();
-        let text = |state: &State| state.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let want: ObjectSet = objects.iter().cloned().collect();
+        let text = |state: &ObjectSet| state.iter().map(ToString::to_string).collect::<Vec<_>>();
         let is = self.state();
         // The texts show a difference better, but lack some attributes.
         assert_eq!(text(&is), text(&want));

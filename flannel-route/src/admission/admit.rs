@@ -23,7 +23,7 @@ use crate::admission::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerInd
 use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env, Reach};
 use flannel_core::object::{Key, Object, Route, Via};
-use flannel_core::status::{Advisory, Listing, Rejection};
+use flannel_core::status::{Advisory, Rejection, SortedMap};
 use flannel_core::{Lease, Subnet, Subnets};
 
 /// The rules by which leases are accepted.
@@ -69,7 +69,7 @@ pub struct Admission {
     handshakes: Handshakes,
     index: PeerIndex,
     lookups: LinkLookups,
-    rejected: Listing<Subnets, Rejection>,
+    rejected: SortedMap<Subnets, Rejection>,
     advisories: Advisories,
     /// The expected number of new peers in the next update; 0 after memory was reserved for them.
     expected: usize,
@@ -116,7 +116,7 @@ impl Admission {
             handshakes: Handshakes::default(),
             index: PeerIndex::default(),
             lookups: LinkLookups::default(),
-            rejected: Listing::default(),
+            rejected: SortedMap::default(),
             advisories,
             expected: 0,
         }
@@ -172,13 +172,13 @@ impl Admission {
     }
 
     /// The rejected peers, with the reasons.
-    pub fn rejected(&self) -> &Listing<Subnets, Rejection> {
+    pub fn rejected(&self) -> &SortedMap<Subnets, Rejection> {
         &self.rejected
     }
 
     /// Conditions of leases that an operator should know: public addresses that several nodes use,
     /// and the advisories of plans.
-    pub fn advisories(&self) -> &Listing<Advisory> {
+    pub fn advisories(&self) -> &SortedMap<Advisory> {
         self.advisories.listing()
     }
 

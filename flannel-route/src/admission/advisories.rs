@@ -8,7 +8,7 @@ use foldhash::{HashMap, HashMapExt, HashSet};
 
 use flannel_core::address::Dual;
 use flannel_core::backend::Advice;
-use flannel_core::status::{Advisory, Listing};
+use flannel_core::status::{Advisory, SortedMap};
 use flannel_core::{Lease, Subnets};
 
 /// Public addresses that several nodes use, this node included (correct only behind some kinds of
@@ -23,7 +23,7 @@ pub(crate) struct Advisories {
     shared: HashMap<IpAddr, u32>,
     /// The advice of plans.
     planned: BTreeMap<Subnets, Vec<Advice>>,
-    listing: Listing<Advisory>,
+    listing: SortedMap<Advisory>,
 }
 
 impl Advisories {
@@ -34,11 +34,11 @@ impl Advisories {
             publics,
             shared: HashMap::new(),
             planned: BTreeMap::new(),
-            listing: Listing::default(),
+            listing: SortedMap::default(),
         }
     }
 
-    pub(crate) fn listing(&self) -> &Listing<Advisory> {
+    pub(crate) fn listing(&self) -> &SortedMap<Advisory> {
         &self.listing
     }
 

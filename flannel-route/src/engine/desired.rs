@@ -2,7 +2,7 @@
 
 use crate::admission::{Admission, Answers, Changed, Id};
 use crate::nexthops::{Ids, Translated, translate, uses_nexthop};
-use flannel_core::object::{Key, LinkName, Object, ObjectKind, Route, State, Via};
+use flannel_core::object::{Key, LinkName, Object, ObjectKind, ObjectSet, Route, Via};
 use flannel_core::{Lease, Subnet, Subnets};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// a gateway is desired as a nexthop object and a route with its id.
 pub(super) struct Desired {
     /// This node's own objects.
-    pub(super) base: State,
+    pub(super) base: ObjectSet,
     /// The keys of those that are [put last](flannel_core::object::Record::put_last).
     pub(super) last: BTreeSet<Key>,
     pub(super) peers: Admission,
@@ -28,7 +28,7 @@ pub(super) fn is_put_last(object: &Object) -> bool {
 }
 
 impl Desired {
-    pub(super) fn new(base: State, peers: Admission) -> Self {
+    pub(super) fn new(base: ObjectSet, peers: Admission) -> Self {
         let last = base.iter().filter(|object| is_put_last(object)).map(Object::key).collect();
         Self { base, last, peers, ids: None, counts: BTreeMap::new() }
     }
@@ -124,7 +124,7 @@ impl Desired {
 
     /// Lets destinations keep the ids that they have in the kernel. `first`: before this, no route
     /// had an id; those of peers get theirs now.
-    pub(super) fn adopt_ids(&mut self, actual: &State, first: bool) {
+    pub(super) fn adopt_ids(&mut self, actual: &ObjectSet, first: bool) {
         let Some(ids) = &mut self.ids else { return };
         let peers = &self.peers;
         let wanted = |dst: &Subnet| {

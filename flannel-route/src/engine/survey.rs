@@ -13,7 +13,7 @@ use crate::admission::Answers;
 use crate::nexthops::Ids;
 use flannel_core::Kernel;
 use flannel_core::kernel::{KernelError, NexthopBlock};
-use flannel_core::object::{Change, Key, LinkName, Object, ObjectKind, State};
+use flannel_core::object::{Change, Key, LinkName, Object, ObjectKind, ObjectSet};
 use flannel_core::status::Damage;
 
 /// The part of the kernel that only a snapshot can show.
@@ -80,7 +80,7 @@ impl Engine {
     }
 
     /// Reads the kernel; `None` if it could not be read.
-    fn snapshot(&mut self, kernel: &dyn Kernel) -> Option<State> {
+    fn snapshot(&mut self, kernel: &dyn Kernel) -> Option<ObjectSet> {
         let started = Instant::now();
         let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.footprint));
         let survey = &mut self.survey;
@@ -162,7 +162,7 @@ impl Engine {
     /// the kernel accepted, and did not make, fails.
     fn finds_wrong_links(
         &mut self,
-        actual: &State,
+        actual: &ObjectSet,
         tried: &BTreeSet<Key>,
         cause: impl Fn(Option<&Object>) -> Cause,
     ) -> bool {
@@ -192,7 +192,7 @@ impl Engine {
     }
 
     /// Plans all leases in the queue. Their objects that `actual` lacks get rows.
-    fn plan_queue(&mut self, kernel: &dyn Kernel, actual: &State) {
+    fn plan_queue(&mut self, kernel: &dyn Kernel, actual: &ObjectSet) {
         let answers = Answers::new(kernel);
         while let Some((changed, arrived)) = self.plan_slice(&answers) {
             self.take_all(changed, Some(arrived), |key, object| {
@@ -204,7 +204,10 @@ impl Engine {
 
     /// Compares all desired objects with `actual`: those that are wrong, with the objects in their
     /// place, and the objects that are not desired.
-    fn compare<'a>(&self, actual: &'a State) -> (Vec<(Object, Option<Object>)>, Vec<&'a Object>) {
+    fn compare<'a>(
+        &self,
+        actual: &'a ObjectSet,
+    ) -> (Vec<(Object, Option<Object>)>, Vec<&'a Object>) {
         let (mut wrong, mut is_wanted) = (Vec::new(), vec![false; actual.len()]);
         // Objects of one kind are desired in nearly the order in which they are read.
         let mut next = [0; ObjectKind::ALL.len()];

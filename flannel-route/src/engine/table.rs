@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use flannel_core::Subnets;
 use flannel_core::kernel::{ChangedBy, KernelError};
 use flannel_core::object::{Change, Key, Object};
-use flannel_core::status::{Damage, Failure, Listing};
+use flannel_core::status::{Damage, Failure, SortedMap};
 
 /// Why an object is put or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,7 +136,7 @@ pub(crate) struct Table {
     rows: BTreeMap<Key, Row>,
     counts: Counts,
     /// Objects that fail, also while they are tried again.
-    pub(super) failing: Listing<Key, Failure>,
+    pub(super) failing: SortedMap<Key, Failure>,
     /// An object failed that did not fail when this was last reset.
     pub(crate) newly_failing: bool,
 }

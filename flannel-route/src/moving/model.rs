@@ -12,7 +12,7 @@ use std::sync::Arc;
 use flannel_core::Subnets;
 use flannel_core::config::BackendConfig;
 use flannel_core::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
-use flannel_core::status::{Listing, Rejection};
+use flannel_core::status::{Rejection, SortedMap};
 use proptest::prelude::*;
 
 use crate::moving::{BackendUse, NodeBackends, Seen, Tunnels, Wait};
@@ -214,7 +214,7 @@ impl Cluster {
         let (view, own, tunnels) = (self.view(node), subnets(node), self.tunnels(node));
         let Node { kept, target, in_place, .. } = &self.nodes[node];
         let tunnels = (*target == TUNNEL).then_some(&tunnels);
-        let (in_place, rejected) = (*in_place, &Listing::default());
+        let (in_place, rejected) = (*in_place, &SortedMap::default());
         let step = kept.step(target, &Seen { in_place, view: &view, own, tunnels, rejected });
         step.map(|step| step.next)
     }
@@ -547,8 +547,8 @@ fn a_move_waits_for_handshakes_with_nodes_that_have_leases_and_the_old_offer() {
     kept.aim_at(TUNNEL, &tunnel);
     kept.aim_at(KINDS[0], &old);
     kept = NodeBackends::parse(&kept.to_json().replace("false", "true")).unwrap();
-    let mut rejected = Listing::default();
-    let step_with = |rejected: &Listing<_, _>,
+    let mut rejected = SortedMap::default();
+    let step_with = |rejected: &SortedMap<_, _>,
                      leases: &[(usize, &[&'static str])],
                      open: &[usize],
                      waiting: &[usize]| {
@@ -572,7 +572,7 @@ fn a_move_waits_for_handshakes_with_nodes_that_have_leases_and_the_old_offer() {
             Err(wait) => format!("{wait:?}"),
         }
     };
-    let none = Listing::default();
+    let none = SortedMap::default();
     let step = |leases: &[_], open: &[_], waiting: &[_]| step_with(&none, leases, open, waiting);
     let both = &[TUNNEL, KINDS[0]][..];
     let all = [(0, both), (1, both), (2, both)];
@@ -625,7 +625,7 @@ fn next(text: &str, leases: &[&[&'static str]]) -> Result<String, Wait> {
     let leases = leases.iter().enumerate().map(|(node, offers)| lease(node, offers));
     let leases = leases.chain([reserved]).map(Arc::new).collect();
     let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
-    let (own, rejected) = (subnets(0), &Listing::default());
+    let (own, rejected) = (subnets(0), &SortedMap::default());
     let seen = Seen { in_place: true, view: &view, own, tunnels: None, rejected };
     backends(text).step("host-gw", &seen).unwrap().next.map(|next| shown(next.iter()))
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use flannel_core::lease::{Origin, View};
-use flannel_core::status::{Listing, Rejection};
+use flannel_core::status::{Rejection, SortedMap};
 use flannel_core::{Lease, Subnet, Subnets};
 
 use super::{BackendUse, NodeBackends};
@@ -21,7 +21,7 @@ pub struct Seen<'a> {
     /// The tunnels of the target; `None`: packets pass without a handshake.
     pub tunnels: Option<&'a Tunnels>,
     /// The leases that this node rejects. It reaches their nodes by no backend.
-    pub rejected: &'a Listing<Subnets, Rejection>,
+    pub rejected: &'a SortedMap<Subnets, Rejection>,
 }
 
 /// The tunnels to peers through which packets pass only after a handshake, by the subnets of peers.

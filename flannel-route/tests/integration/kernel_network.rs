@@ -13,7 +13,7 @@ use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{
     self, Addr, Fdb, Ipip, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object,
-    ObjectKind, PeerAttributes, PublicKey, Route, Secret, State, Via, Vxlan, Wireguard,
+    ObjectKind, ObjectSet, PeerAttributes, PublicKey, Route, Secret, Via, Vxlan, Wireguard,
 };
 use flannel_core::status::Damage;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation, diff};
@@ -108,8 +108,8 @@ fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: boo
     objects
 }
 
-fn base(own: u8) -> State {
-    let mut state = State::default();
+fn base(own: u8) -> ObjectSet {
+    let mut state = ObjectSet::default();
     for family in Family::BOTH {
         let vxlan = Vxlan {
             vni: 1,
@@ -196,7 +196,7 @@ struct World {
     task: tokio::task::JoinHandle<()>,
     mtus: watch::Sender<PathMtus>,
     peers: Vec<Peer>,
-    foreign: State,
+    foreign: ObjectSet,
 }
 
 impl World {
@@ -271,7 +271,7 @@ impl World {
         self.subnets.delete(&Peer::new(n).key());
     }
 
-    fn want(&self) -> State {
+    fn want(&self) -> ObjectSet {
         let (mut want, mtus) = (base(1), self.mtus.borrow().clone());
         let of_path = |object| match object {
             Object::Route(route) => Route { mtu: mtus.get(&route.dst).copied(), ..route }.into(),
@@ -319,7 +319,7 @@ impl Drop for World {
 
 /// The state with routes with gateways, as the plan defines them, instead of the network's nexthop
 /// objects. Each of these must be used by one route.
-fn without_nexthops(state: &State) -> State {
+fn without_nexthops(state: &ObjectSet) -> ObjectSet {
     let mut state = state.clone();
     let ids = |object: &Object| match object {
         Object::Nexthop(nexthop) if nexthop.id >= 1 << 30 => Some(*nexthop),

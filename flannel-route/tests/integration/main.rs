@@ -3,12 +3,12 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
-mod annex;
 mod clashes;
 mod cleanup;
 mod custom;
 mod hostile;
 mod kernel_network;
 mod nexthops;
+mod record_keepers;
 mod scale;
 mod tun;

@@ -13,8 +13,8 @@ use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Outcome,
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{
-    Addr, Change, Fdb, Key, Link, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind, Route,
-    State, Via, Vxlan,
+    Addr, Change, Fdb, Key, Link, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind, ObjectSet,
+    Route, Via, Vxlan,
 };
 use flannel_core::status::{Damage, ObjectState, Rejection, Status, Wait, Waiting};
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
@@ -127,7 +127,7 @@ impl World {
             Ok(())
         })
         .with_footprint(footprint)
-        .with_base(base.into_iter().collect::<State>());
+        .with_base(base.into_iter().collect::<ObjectSet>());
         let lease_of_this_node = NodeLease::Held(lease(0, [192, 0, 2, 1].into(), 1));
         let networks = [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect();
         let network = KernelNetwork::new(seen, lease_of_this_node, networks, vec![blueprint])
@@ -533,7 +533,7 @@ impl Odd {
 }
 
 impl Kernel for Odd {
-    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<ObjectSet, KernelError> {
         Self::pass(self.snapshot + std::mem::take(&mut *self.deletion.lock().unwrap()));
         self.kernel.snapshot(footprint)
     }
@@ -542,7 +542,7 @@ impl Kernel for Odd {
         self.kernel.nexthop_ids(footprint)
     }
 
-    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+    fn nexthop_users(&self, there: &ObjectSet) -> Result<BTreeMap<u32, String>, KernelError> {
         self.kernel.nexthop_users(there)
     }
 
@@ -646,7 +646,7 @@ async fn new_objects_are_put_before_old_ones_are_deleted() {
             world.view.leases.insert(lease(n, public(n + 10_000), 2));
         }
         world.change(PEERS, None);
-        let departed = |state: State| {
+        let departed = |state: ObjectSet| {
             objects(PEERS, public(PEERS)).iter().all(|o| state.get(&o.key()).is_none())
         };
         world.when(|status| status.in_sync && status.applied > before).await;
@@ -870,7 +870,7 @@ async fn an_endless_storm_is_slowed_down_and_delays_no_lease() {
     let status = world.when(|status| status.in_sync && status.peers == 410).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
     let there: Vec<u16> = (1..=400).chain(1_000..1_010).collect();
-    let wanted: State = there.iter().flat_map(|n| objects(*n, public(*n))).collect();
+    let wanted: ObjectSet = there.iter().flat_map(|n| objects(*n, public(*n))).collect();
     assert!(wanted.iter().all(|object| world.kernel.state().get(&object.key()) == Some(object)));
     assert_eq!(world.kernel.state().len(), wanted.len() + 2);
     let listed = Status::LAST_REPAIRS..=2 * Status::LAST_REPAIRS;

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::logging::Seldom;
+use flannel_core::logging::LogRateLimiter;
 use flannel_core::runtime::or_never;
 use flannel_core::subnet::Readiness;
 use flannel_core::{Error, Result};
@@ -127,7 +127,7 @@ struct Keeper {
     placed: Option<Desired>,
     begin: Instant,
     /// Log lines: another writer changed the condition.
-    changes: Seldom,
+    changes: LogRateLimiter,
     /// The log has a line about the present outage.
     is_outage_logged: bool,
 }
@@ -140,7 +140,7 @@ impl Keeper {
             settling: Settling::default(),
             placed: None,
             begin: Instant::now(),
-            changes: Seldom::default(),
+            changes: LogRateLimiter::default(),
             is_outage_logged: false,
         }
     }

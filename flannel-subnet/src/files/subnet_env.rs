@@ -15,7 +15,7 @@ use std::time::Duration;
 use std::{fmt, io};
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::logging::Seldom;
+use flannel_core::logging::LogRateLimiter;
 use flannel_core::{Subnet, Subnets};
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -154,13 +154,13 @@ impl SubnetEnv {
         path: &Path,
         write: impl AsyncFn() -> Result<(), E>,
     ) -> Result<Infallible, E> {
-        let mut seldom = Seldom::default();
+        let mut limiter = LogRateLimiter::default();
         loop {
             if let Err(error) = removed(path).await {
                 tracing::debug!(path = %path.display(), %error, "the file is not watched");
                 return std::future::pending().await;
             }
-            if let Some(more) = seldom.line(SystemClock.boottime(), "removed") {
+            if let Some(more) = limiter.line(SystemClock.boottime(), "removed") {
                 tracing::warn!(
                     path = %path.display(), more,
                     "another program removed the file, restoring it"

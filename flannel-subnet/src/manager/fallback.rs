@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use flannel_core::lease::{Origin, View};
-use flannel_core::logging::Seldom;
+use flannel_core::logging::LogRateLimiter;
 use flannel_core::runtime::{Task, blocking, lock};
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{Notify, watch};
@@ -47,7 +47,7 @@ pub(super) struct Fallback {
     /// Held while the cache is written.
     saving: Mutex<()>,
     /// Log lines: the cache cannot be written.
-    unwritten: Mutex<Seldom>,
+    unwritten: Mutex<LogRateLimiter>,
 }
 
 impl Fallback {

@@ -14,8 +14,8 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_options::printable::line;
 use flannel_options::state_dir;
-use flannel_route::annex::WithAnnexes;
 use flannel_route::moving::{BackendUse, NodeBackends};
+use flannel_route::record_keepers::WithRecordKeepers;
 use flannel_route::{Cleanup, cleanup as remove, ready_for_go, remove_former};
 use flannel_subnet::Cache;
 use serde_json::json;
@@ -93,15 +93,18 @@ async fn change_kernel(
     let Context { global, backends, .. } = context;
     let work = if flags.for_go { ready_for_go } else { remove };
     // The backends that the config named before may have records too.
-    let annexes: Vec<_> =
-        backends.iter().flat_map(|backend| backend.annexes(Some(&global.state_dir))).collect();
+    let record_keepers: Vec<_> = backends
+        .iter()
+        .flat_map(|backend| backend.record_keepers(Some(&global.state_dir)))
+        .collect();
     let mut footprint = footprint.clone();
     if !flags.for_go {
-        footprint.annexes.extend(annexes.iter().map(|annex| annex.name()));
+        footprint.record_keepers.extend(record_keepers.iter().map(|keeper| keeper.name()));
     }
-    let kernel = WithAnnexes::new(Arc::clone(kernel) as Arc<dyn Kernel>, annexes).waiting();
+    let kernel =
+        WithRecordKeepers::new(Arc::clone(kernel) as Arc<dyn Kernel>, record_keepers).waiting();
     let dry_run = flags.dry_run;
-    // On another thread, because an annex may need the runtime while this waits for it.
+    // On another thread, because a record keeper may need the runtime while this waits for it.
     let report = tokio::task::spawn_blocking(move || work(&kernel, &footprint, dry_run)).await;
     Ok(report.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?)
 }

@@ -195,7 +195,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::time::Duration;
 
-    use flannel_core::kernel::{Annex, Changes, KernelError, Outcome, Traffic};
+    use flannel_core::kernel::{Changes, KernelError, Outcome, RecordKeeper, Traffic};
     use flannel_core::object::{Change, Key, Record};
     use flannel_core::status::Status;
 
@@ -283,7 +283,7 @@ mod tests {
     #[derive(Debug, Default)]
     struct Asked(AtomicU32);
 
-    impl Annex for Asked {
+    impl RecordKeeper for Asked {
         fn name(&self) -> &'static str {
             "asked"
         }
@@ -316,7 +316,7 @@ mod tests {
         let observer = Observer::default();
         let asked = Arc::new(Asked::default());
         let (_subnets, mut running) = network(Status::default()).await;
-        running.annexes = vec![Arc::clone(&asked) as Arc<dyn Annex>];
+        running.record_keepers = vec![Arc::clone(&asked) as Arc<dyn RecordKeeper>];
         let guard = observer.running(running);
         let site = Arc::new(Answers::new(&observer, true));
         let sent = |n: u32| format!("flannel_data_plane_packets_total{{direction=\"sent\"}} {n}\n");
@@ -340,7 +340,7 @@ mod tests {
         drop(guard);
         let other = Arc::new(Asked::default());
         let (_subnets, mut running) = network(Status::default()).await;
-        running.annexes = vec![Arc::clone(&other) as Arc<dyn Annex>];
+        running.record_keepers = vec![Arc::clone(&other) as Arc<dyn RecordKeeper>];
         let _guard = observer.running(running);
         let (_, body) = ask(&site, "GET", "/metrics").await;
         assert!(body.contains(&sent(1)), "{body}");

@@ -12,7 +12,7 @@ use flannel_core::kernel::{
 };
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::network::NetworkHandle;
-use flannel_core::object::{Change, State};
+use flannel_core::object::{Change, ObjectSet};
 use flannel_core::runtime::lock;
 use flannel_core::testing::FakeKernel;
 use flannel_core::{Kernel, SubnetManager};
@@ -73,7 +73,7 @@ impl Stall {
 }
 
 impl Kernel for StalledKernel {
-    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<ObjectSet, KernelError> {
         self.stall.pass();
         self.kernel.snapshot(footprint)
     }
@@ -83,7 +83,7 @@ impl Kernel for StalledKernel {
         self.kernel.nexthop_ids(footprint)
     }
 
-    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+    fn nexthop_users(&self, there: &ObjectSet) -> Result<BTreeMap<u32, String>, KernelError> {
         self.stall.pass();
         self.kernel.nexthop_users(there)
     }

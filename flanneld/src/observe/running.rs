@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use flannel_api::Deployment;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Datapath, ExternalInterface};
-use flannel_core::kernel::{Annex, Refused, Traffic};
+use flannel_core::kernel::{RecordKeeper, Refused, Traffic};
 use flannel_core::lease::View;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
@@ -36,10 +36,10 @@ pub(crate) struct Running {
     /// Reads the encrypted tunnels; `None`: there are none.
     pub(crate) encrypted: Option<Arc<NetlinkKernel>>,
     /// Those of the backend. The first one with a [`Traffic`] counts packets.
-    pub(crate) annexes: Vec<Arc<dyn Annex>>,
+    pub(crate) record_keepers: Vec<Arc<dyn RecordKeeper>>,
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,
-    pub(crate) rulebook: watch::Receiver<Rulebook>,
+    pub(crate) firewall_rules: watch::Receiver<FirewallRules>,
     /// The results of the probes of paths; `None`: paths are not probed.
     pub(crate) paths: Option<Paths>,
     /// This node has no lease: its time ran out, and the store does not answer.
@@ -50,7 +50,7 @@ pub(crate) struct Running {
 
 /// The state of the firewall rules.
 #[derive(Debug, Clone, Default)]
-pub(crate) enum Rulebook {
+pub(crate) enum FirewallRules {
     /// None are requested.
     #[default]
     Unwanted,
@@ -149,16 +149,16 @@ impl CountersRead {
 
     /// The packets that the backend moves itself.
     pub(crate) async fn traffic(&self, running: &Running) -> Option<Traffic> {
-        let annexes = running.annexes.clone();
-        let read = move || annexes.iter().find_map(|annex| annex.traffic());
+        let record_keepers = running.record_keepers.clone();
+        let read = move || record_keepers.iter().find_map(|keeper| keeper.traffic());
         Option::clone(&*self.traffic.get(read).await)
     }
 
     /// The packets that guards of the tunnel refuse.
     pub(crate) async fn refused(&self, running: &Running) -> Option<Refused> {
-        let annexes = running.annexes.clone();
+        let record_keepers = running.record_keepers.clone();
         let read = move || {
-            let counted = annexes.iter().filter_map(|annex| annex.refused());
+            let counted = record_keepers.iter().filter_map(|keeper| keeper.refused());
             counted.reduce(|mut all, other| {
                 all.drops |= other.drops;
                 for (reason, packets) in other.packets {

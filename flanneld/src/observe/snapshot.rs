@@ -16,7 +16,7 @@ use flannel_doctor::Finding;
 use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_firewall::Packets;
 
-use super::{CountersRead, Rulebook, Running};
+use super::{CountersRead, FirewallRules, Running};
 
 /// Everything as it is at one moment.
 pub(crate) struct Snapshot {
@@ -61,7 +61,7 @@ impl Counters {
             *self.repairs.entry(*what).or_default() += count;
         }
         self.latency.add(&status.latency);
-        if let Rulebook::Kept(firewall) = &*running.rulebook.borrow() {
+        if let FirewallRules::Kept(firewall) = &*running.firewall_rules.borrow() {
             let firewall = firewall.borrow();
             self.firewall_repairs += firewall.repairs;
             self.dropped.unencrypted += firewall.dropped.unencrypted.packets;

@@ -206,16 +206,16 @@ mod tests {
         let observer = Observer::default();
         let mut status = Status::default();
         (status.in_sync, status.live) = (true, true);
-        let (sender, rules) = tokio::sync::watch::channel(crate::observe::Rulebook::Unwanted);
+        let (sender, rules) = tokio::sync::watch::channel(crate::observe::FirewallRules::Unwanted);
         let (subnets, mut running) = network(status).await;
         observer.opened(std::sync::Arc::new(subnets));
-        running.rulebook = rules;
+        running.firewall_rules = rules;
         let _guard = observer.running(running);
         observer.note(|facts| facts.subnet_file = true);
         let scenario = async {
             tokio::time::sleep(2 * GAP).await;
             assert_eq!(receive(&socket), "READY=1\nSTATUS=ready: 10.1.1.0-24, 0 peers");
-            sender.send_replace(crate::observe::Rulebook::Pending);
+            sender.send_replace(crate::observe::FirewallRules::Pending);
             tokio::time::sleep(2 * REFRESH).await;
             assert_eq!(
                 receive(&socket),

@@ -15,7 +15,7 @@ use flannel_doctor::remedy::{of_shared_address, readdress, render};
 use libc::EEXIST;
 
 use super::{refused_config, subnets_used};
-use crate::observe::{NetworkSnapshot, Rulebook, Running, Snapshot};
+use crate::observe::{FirewallRules, NetworkSnapshot, Running, Snapshot};
 
 /// The largest number of problems of one kind that are listed one by one.
 const MOST: usize = 5;
@@ -107,7 +107,7 @@ impl Found {
         // Without a lease there are no rules. Before the subnet file they are awaited, which takes
         // long only if they are required.
         if (has_subnet_file || config.require_encryption) && !lapsed {
-            self.of_firewall(&network.running.rulebook.borrow());
+            self.of_firewall(&network.running.firewall_rules.borrow());
         }
         self.of_encryption(network);
         self.of_leases(network);
@@ -179,11 +179,13 @@ impl Found {
         }
     }
 
-    fn of_firewall(&mut self, rulebook: &Rulebook) {
-        match rulebook {
-            Rulebook::Unwanted => {}
-            Rulebook::Pending => self.error(ProblemCause::FirewallPending, Remedy::WatchStatus),
-            Rulebook::Missing { why, remedy, requested } => {
+    fn of_firewall(&mut self, firewall_rules: &FirewallRules) {
+        match firewall_rules {
+            FirewallRules::Unwanted => {}
+            FirewallRules::Pending => {
+                self.error(ProblemCause::FirewallPending, Remedy::WatchStatus);
+            }
+            FirewallRules::Missing { why, remedy, requested } => {
                 let error = why.clone();
                 let remedy = remedy.clone();
                 if *requested {
@@ -193,7 +195,7 @@ impl Found {
                     self.warning(ProblemCause::NoForwardRules { error }, remedy);
                 }
             }
-            Rulebook::Kept(status) => self.of_kept_rules(&status.borrow()),
+            FirewallRules::Kept(status) => self.of_kept_rules(&status.borrow()),
         }
     }
 
@@ -375,11 +377,11 @@ mod tests {
     #[tokio::test]
     async fn requested_rules_that_are_not_in_place_make_a_node_not_ready() {
         let (status, live) = tokio::sync::watch::channel(flannel_firewall::Status::default());
-        let (book, rulebook) = tokio::sync::watch::channel(Rulebook::Pending);
+        let (rules, firewall_rules) = tokio::sync::watch::channel(FirewallRules::Pending);
         let mut kernel = Status::default();
         (kernel.in_sync, kernel.live) = (true, true);
         let (_subnets, mut running) = network(kernel).await;
-        running.rulebook = rulebook;
+        running.firewall_rules = firewall_rules;
         let observer = Observer::default();
         let _guard = observer.running(running);
         observer.note(|facts| facts.subnet_file = true);
@@ -395,7 +397,7 @@ mod tests {
         };
         let yet = "error: the firewall rules are not in place yet".to_owned();
         assert_eq!(seen(), (vec![yet.clone()], false));
-        book.send_replace(Rulebook::Kept(live));
+        rules.send_replace(FirewallRules::Kept(live));
         assert_eq!(seen(), (vec![yet], false));
         status.send_modify(|status| status.in_place = true);
         assert_eq!(seen(), (Vec::new(), true));
@@ -427,7 +429,11 @@ mod tests {
             (false, "warning: there are no forward rules: no iptables"),
         ] {
             let remedy = Remedy::ReadLog;
-            book.send_replace(Rulebook::Missing { why: "no iptables".into(), remedy, requested });
+            rules.send_replace(FirewallRules::Missing {
+                why: "no iptables".into(),
+                remedy,
+                requested,
+            });
             assert_eq!(seen(), (vec![text.into()], false));
         }
     }

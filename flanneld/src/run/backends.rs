@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 
-use flannel_core::backend::Inlet;
+use flannel_core::backend::Transport;
 use flannel_core::object::LinkName;
 use flannel_core::runtime::lock;
 use flannel_core::{Backend, Config};
@@ -103,9 +103,9 @@ impl BackendRecord {
         for usage in self.state().kept.iter() {
             let config = Config { backend: usage.backend.clone(), ..config.clone() };
             held.links.extend(devices(settings, &config, usage).unwrap_or_default());
-            let inlets = settings.backends.datapath(&config).inlets;
-            held.udp_ports.extend(inlets.iter().filter_map(|inlet| match inlet {
-                Inlet::Udp(port) => Some(*port),
+            let transports = settings.backends.datapath(&config).transports;
+            held.udp_ports.extend(transports.iter().filter_map(|transport| match transport {
+                Transport::Udp(port) => Some(*port),
                 _ => None,
             }));
         }

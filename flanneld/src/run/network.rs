@@ -42,7 +42,7 @@ use super::start::{Before, Purpose, Ready, Starter, prepare, stored};
 use super::uplink::Chosen;
 use crate::config::DaemonConfig;
 use crate::error::Error;
-use crate::observe::{Observer, Rulebook, RunningGuard};
+use crate::observe::{FirewallRules, Observer, RunningGuard};
 
 /// What all networks of a daemon share.
 #[derive(Clone, Copy)]
@@ -91,7 +91,7 @@ struct Parts {
     tunnel_devices: BTreeSet<LinkName>,
     tunnels: watch::Sender<Option<Tunnels>>,
     rules_settled: watch::Sender<bool>,
-    rules: watch::Sender<Rulebook>,
+    rules: watch::Sender<FirewallRules>,
     paths: Option<Paths>,
     probes: ProbeSettings,
     probe_server: ServerConfig,
@@ -166,7 +166,7 @@ impl<'a> DaemonContext<'a> {
     /// The options of a backend are wrong.
     fn assemble(self, ready: Ready) -> Result<Assembled<'a>, Error> {
         let Self { settings, subnets, starter, go_flannel, observer } = self;
-        let (rules, rules_shown) = watch::channel(settings.firewall.rulebook(&ready.config));
+        let (rules, rules_shown) = watch::channel(settings.firewall.firewall_rules(&ready.config));
         let running = ready.running(settings, rules_shown);
         let probes = running.probes(&settings.control);
         let probe_server = running.probe_server(settings.control.doctor_port);

@@ -12,10 +12,10 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::sync::Arc;
 
-use flannel_core::backend::{Build, Inlet, NodeLease, Prepared};
+use flannel_core::backend::{Build, NodeLease, Prepared, Transport};
 use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::lease::{LeaseAttrs, Revision};
-use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, State};
+use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, ObjectSet};
 use flannel_core::runtime::blocking;
 use flannel_core::{Config, Error as Cause, Kernel, Lease, Subnets};
 use flannel_netlink::NetlinkKernel;
@@ -43,7 +43,7 @@ pub(super) struct Held {
 pub(super) struct Candidate<'a> {
     pub(super) config: &'a Config,
     pub(super) prepared: Prepared,
-    pub(super) inlets: Vec<Inlet>,
+    pub(super) transports: Vec<Transport>,
 }
 
 /// Removes the device of a trial that a killed daemon could not end.
@@ -67,7 +67,7 @@ pub(super) async fn check(
     candidate: Candidate<'_>,
     queue: &BlockingQueue,
 ) -> Result<(), Error> {
-    let Candidate { config, prepared, inlets } = candidate;
+    let Candidate { config, prepared, transports } = candidate;
     let links = match prepared.build {
         Build::Blueprint(build) => devices(&build(&lease_of(config)?)?.base),
         Build::Network(_) => return Ok(()),
@@ -83,7 +83,9 @@ pub(super) async fn check(
         if !links.iter().any(|link| matches!(link.kind, LinkKind::Tun(_))) {
             return Ok(());
         }
-        inlets.into_iter().try_for_each(|inlet| check_port(inlet, &held.udp_ports, is_v6))
+        transports
+            .into_iter()
+            .try_for_each(|transport| check_port(transport, &held.udp_ports, is_v6))
     };
     queue.run(ask).await
 }
@@ -103,7 +105,7 @@ fn lease_of(config: &Config) -> Result<NodeLease, Error> {
     Ok(NodeLease::Lapsed(Lease { subnets, attrs, expires: None, since: revision, revision }))
 }
 
-fn devices(objects: &State) -> Vec<Link> {
+fn devices(objects: &ObjectSet) -> Vec<Link> {
     let link = |object: &Object| match object {
         Object::Link(link) => Some(link.clone()),
         _ => None,
@@ -204,9 +206,9 @@ fn port(link: &Link) -> Option<u16> {
 
 /// Checks that no other program has the port of a process. `held` are the ports of the networks
 /// that run, whose processes go before.
-fn check_port(inlet: Inlet, held: &BTreeSet<u16>, is_v6: bool) -> Result<(), Error> {
-    let port = match inlet {
-        Inlet::Udp(port) if !held.contains(&port) => port,
+fn check_port(transport: Transport, held: &BTreeSet<u16>, is_v6: bool) -> Result<(), Error> {
+    let port = match transport {
+        Transport::Udp(port) if !held.contains(&port) => port,
         _ => return Ok(()),
     };
     let v4 = IpAddr::from(Ipv4Addr::UNSPECIFIED);
@@ -301,12 +303,12 @@ mod tests {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         let port = socket.local_addr().unwrap().port();
         let held = BTreeSet::from([port]);
-        let inlet = Inlet::Udp(port);
-        let error = check_port(inlet, &BTreeSet::new(), false).unwrap_err().to_string();
+        let transport = Transport::Udp(port);
+        let error = check_port(transport, &BTreeSet::new(), false).unwrap_err().to_string();
         assert!(error.contains(&format!("UDP port {port}")), "{error}");
-        check_port(inlet, &held, false).unwrap();
+        check_port(transport, &held, false).unwrap();
         drop(socket);
-        check_port(inlet, &BTreeSet::new(), false).unwrap();
-        check_port(Inlet::Protocol(4), &BTreeSet::new(), true).unwrap();
+        check_port(transport, &BTreeSet::new(), false).unwrap();
+        check_port(Transport::Protocol(4), &BTreeSet::new(), true).unwrap();
     }
 }

@@ -126,7 +126,7 @@ mod tests {
     use flannel_core::testing::FakeSubnets;
     use tokio::sync::watch;
 
-    use crate::observe::Rulebook;
+    use crate::observe::FirewallRules;
     use crate::observe::tests::network;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -178,11 +178,11 @@ mod tests {
         let mut status = flannel_core::status::Status::default();
         status.in_sync = true;
         status.live = true;
-        let (rules, rulebook) = watch::channel(Rulebook::Unwanted);
+        let (rules, firewall_rules) = watch::channel(FirewallRules::Unwanted);
         let (subnets, mut running) = network(status).await;
         subnets.set_publishes_readiness(true);
         observer.opened(Arc::new(subnets.clone()));
-        running.rulebook = rulebook;
+        running.firewall_rules = firewall_rules;
         let _guard = observer.running(running);
         observer.note(|facts| facts.subnet_file = true);
         let scenario = async {
@@ -196,9 +196,9 @@ mod tests {
                 soon.unwrap_or_else(|_| panic!("{readiness:?} is not published"));
             };
             is(Some(Readiness::Ready)).await;
-            rules.send_replace(Rulebook::Pending);
+            rules.send_replace(FirewallRules::Pending);
             is(unavailable("the firewall rules are not in place yet")).await;
-            rules.send_replace(Rulebook::Unwanted);
+            rules.send_replace(FirewallRules::Unwanted);
             is(Some(Readiness::Ready)).await;
             // The store revokes the lease, which is published at once.
             let why = Loss::Withdrawn("it is gone".to_owned());

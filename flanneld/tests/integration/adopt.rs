@@ -15,7 +15,7 @@ use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::{Invalidation, KernelEvent, NexthopBlock};
 use flannel_core::lease::{LeaseAttrs, Offer, Origin, View};
-use flannel_core::object::{Key, Nexthop, Object, Route, State, Via};
+use flannel_core::object::{Key, Nexthop, Object, ObjectSet, Route, Via};
 use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{Backend, Kernel, Subnet, SubnetManager};
@@ -140,7 +140,7 @@ impl Run {
     }
 
     /// Waits for a condition of the kernel.
-    async fn until(&self, what: &str, done: impl Fn(&State) -> bool) {
+    async fn until(&self, what: &str, done: impl Fn(&ObjectSet) -> bool) {
         let wait = async {
             while !done(&self.state()) {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -157,7 +157,7 @@ impl Run {
         footprint
     }
 
-    fn state(&self) -> State {
+    fn state(&self) -> ObjectSet {
         self.kernel.snapshot(&self.footprint()).unwrap()
     }
 
@@ -167,11 +167,11 @@ impl Run {
     }
 }
 
-fn text(state: &State) -> Vec<String> {
+fn text(state: &ObjectSet) -> Vec<String> {
     state.iter().map(ToString::to_string).collect()
 }
 
-fn count(state: &State) -> (usize, usize) {
+fn count(state: &ObjectSet) -> (usize, usize) {
     let nexthops = state.iter().filter(|o| matches!(o, Object::Nexthop(_))).count();
     (nexthops, state.iter().filter(|o| matches!(o, Object::Route(_))).count())
 }
@@ -463,7 +463,7 @@ fn objects_of_go_flannel_are_adopted() {
         cleanup(&*kernel, &footprint, false).unwrap();
         let run = Run::start(&VxlanBackend, &subnets, true).await;
         let mac = |line: &String| !line.starts_with("link flannel");
-        let lines = |state: &State| text(state).into_iter().filter(mac).collect::<Vec<_>>();
+        let lines = |state: &ObjectSet| text(state).into_iter().filter(mac).collect::<Vec<_>>();
         assert_eq!(lines(&adopted), lines(&run.state()), "the same end state as from nothing");
         run.stop().await;
     });

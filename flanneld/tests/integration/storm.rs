@@ -18,7 +18,7 @@ use flannel_core::kernel::{
     Changes, Footprint, Invalidation, KernelError, NexthopIds, Outcome, RouteAnswer,
 };
 use flannel_core::lease::{LeaseAttrs, Offer};
-use flannel_core::object::{Change, MacAddr, Neigh, ObjectKind, State};
+use flannel_core::object::{Change, MacAddr, Neigh, ObjectKind, ObjectSet};
 use flannel_core::status::{Damage, Status};
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{Backend, Kernel, SubnetManager};
@@ -856,7 +856,7 @@ struct Unread {
 }
 
 impl Kernel for Unread {
-    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<ObjectSet, KernelError> {
         self.kernel.snapshot(footprint)
     }
 
@@ -864,7 +864,7 @@ impl Kernel for Unread {
         self.kernel.nexthop_ids(footprint)
     }
 
-    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+    fn nexthop_users(&self, there: &ObjectSet) -> Result<BTreeMap<u32, String>, KernelError> {
         self.kernel.nexthop_users(there)
     }
 

@@ -9,7 +9,7 @@ use flannel_core::Kernel;
 use flannel_core::kernel::{
     Changes, Footprint, Invalidation, KernelError, NexthopIds, Outcome, RouteAnswer,
 };
-use flannel_core::object::{Change, State};
+use flannel_core::object::{Change, ObjectSet};
 use tokio::sync::{Notify, mpsc};
 
 /// A kernel with other [`Kernel::changes`].
@@ -53,7 +53,7 @@ impl Prompter {
 }
 
 impl Kernel for Prompted {
-    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<ObjectSet, KernelError> {
         // The bench may have dropped its handle.
         let _ = self.begun.send(());
         self.kernel.snapshot(footprint)
@@ -63,7 +63,7 @@ impl Kernel for Prompted {
         self.kernel.nexthop_ids(footprint)
     }
 
-    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+    fn nexthop_users(&self, there: &ObjectSet) -> Result<BTreeMap<u32, String>, KernelError> {
         self.kernel.nexthop_users(there)
     }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Outcome, RouteAnswer};
-use flannel_core::object::{Change, State};
+use flannel_core::object::{Change, ObjectSet};
 use flannel_core::runtime::lock;
 
 /// A kernel, and the time of its last acknowledgement. Clones share both.
@@ -29,7 +29,7 @@ impl Timed {
 }
 
 impl Kernel for Timed {
-    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<ObjectSet, KernelError> {
         self.kernel.snapshot(footprint)
     }
 
@@ -37,7 +37,7 @@ impl Kernel for Timed {
         self.kernel.nexthop_ids(footprint)
     }
 
-    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+    fn nexthop_users(&self, there: &ObjectSet) -> Result<BTreeMap<u32, String>, KernelError> {
         self.kernel.nexthop_users(there)
     }
 

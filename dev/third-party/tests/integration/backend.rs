@@ -213,8 +213,8 @@ fn a_tunnel_that_no_crate_knows_has_a_guard() {
         let text = text();
         assert!(text.contains(&format!("elements = {{ {other} : 0x")), "{own}: {text}");
         assert!(!text.contains(&format!("{own} : 0x")), "{own}: {text}");
-        for inlet in ["udp dport 7007", "meta l4proto 253"] {
-            let rule = format!("{inlet} ip daddr {own} fib saddr . iif");
+        for transport in ["udp dport 7007", "meta l4proto 253"] {
+            let rule = format!("{transport} ip daddr {own} fib saddr . iif");
             assert!(text.contains(&rule), "{rule}: {text}");
         }
         let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|error| panic!("{error}"));

@@ -8,8 +8,8 @@ use crate::testing::diff;
 
 pub(super) fn everything_is_created_and_read_back(fixture: &Fixture<'_>) {
     let want = everything(fixture);
-    assert_state(fixture, &State::default());
-    apply(fixture, &diff(&want, &State::default()));
+    assert_state(fixture, &ObjectSet::default());
+    apply(fixture, &diff(&want, &ObjectSet::default()));
     assert_state(fixture, &want);
     let again: Vec<Change> = want.iter().cloned().map(Change::Put).collect();
     apply(fixture, &again);
@@ -19,8 +19,8 @@ pub(super) fn everything_is_created_and_read_back(fixture: &Fixture<'_>) {
 
 pub(super) fn every_attribute_is_changed_in_place(fixture: &Fixture<'_>) {
     for (family, n) in [(Family::V4, 1), (Family::V6, 2)] {
-        let mut want: State = one_of_each(family, n, fixture.uplink).into_iter().collect();
-        apply(fixture, &diff(&want, &State::default()));
+        let mut want: ObjectSet = one_of_each(family, n, fixture.uplink).into_iter().collect();
+        apply(fixture, &diff(&want, &ObjectSet::default()));
         let id = 0x0f1a_0000 + u32::from(n);
         let mut device = device(family, n, fixture.uplink);
         device.mtu = 1350;
@@ -80,7 +80,7 @@ pub(super) fn a_deletion_of_an_absent_object_succeeds(fixture: &Fixture<'_>) {
     let want = everything(fixture);
     let deletes: Vec<Change> = want.iter().rev().cloned().map(Change::Delete).collect();
     apply(fixture, &deletes);
-    assert_state(fixture, &State::default());
+    assert_state(fixture, &ObjectSet::default());
 }
 
 pub(super) fn a_deletion_keeps_a_replacement(fixture: &Fixture<'_>) {

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
-use flannel_core::backend::Inlet;
+use flannel_core::backend::Transport;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Batch, NetfilterSocket};
 use flannel_netlink::nftables::{Batches, Chain, SetHead, Table, TableHead};
@@ -250,7 +250,7 @@ pub(in crate::guard) fn trial(table: &Table<'_>) -> Batches {
             drops: true,
             device: Some("none".parse().expect("a valid name")),
             local: family.unspecified(),
-            inlets: vec![Inlet::Udp(1)],
+            transports: vec![Transport::Udp(1)],
         })
     });
     for family in Family::BOTH {

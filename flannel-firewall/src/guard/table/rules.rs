@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use flannel_core::Subnet;
 use flannel_core::address::Family;
-use flannel_core::backend::Inlet;
+use flannel_core::backend::Transport;
 use flannel_core::object::LinkName;
 use flannel_netlink::nftables::{
     Base, Chain, Expr, TableFamily, address_of, arrived_by, hook, is_other_device, kind, meta,
@@ -145,8 +145,8 @@ impl Sources {
         let devices = self.ends.values().filter_map(|end| end.device);
         rules.inner.extend(skip_other_devices(devices));
         for (family, end) in self.ends.iter() {
-            for inlet in &end.inlets {
-                add_outer_rules(&mut rules, family, end, *inlet);
+            for transport in &end.transports {
+                add_outer_rules(&mut rules, family, end, *transport);
             }
             if let Some(device) = end.device {
                 self.add_inner_rules(&mut rules.inner, family, device, end.drops);
@@ -196,15 +196,15 @@ impl Sources {
 }
 
 /// Adds the rules for packets in the tunnel: packets that arrive, are forwarded, or are sent.
-fn add_outer_rules(rules: &mut Rules, family: Family, end: &TunnelEnd, inlet: Inlet) {
-    let arrives = arrives(family, inlet, end.local);
+fn add_outer_rules(rules: &mut Rules, family: Family, end: &TunnelEnd, transport: Transport) {
+    let arrives = arrives(family, transport, end.local);
     match end.device {
         Some(_) => rules.outer.extend(mark_peers(family, &arrives)),
         // The program at the other end of the device checks packets itself. It cannot recognize a
         // pod that sends with the address of a peer.
         None => rules.outer.push(refuse_strays(end.drops, arrives)),
     }
-    let is_of_tunnel = is_of_tunnel(family, inlet);
+    let is_of_tunnel = is_of_tunnel(family, transport);
     let to_peer = [address_of(family, false), map_lookup(family)];
     let to_tunnel_of_peer = [&is_of_tunnel[..], &to_peer].concat();
     rules.forwarded.extend(forward_peers(family, end.drops, &to_tunnel_of_peer));
@@ -248,11 +248,11 @@ fn refuse(reason: Reason, drops: bool, mut exprs: Vec<Expr>) -> Rule {
 
 /// Continues only if a packet is one of the tunnel. The family comes last, because most packets of
 /// other programs have it.
-fn is_of_tunnel(family: Family, inlet: Inlet) -> Vec<Expr> {
+fn is_of_tunnel(family: Family, transport: Transport) -> Vec<Expr> {
     let mut exprs = vec![Expr::Meta(meta::L4PROTO)];
-    match inlet {
-        Inlet::Udp(port) => exprs.extend([is(vec![UDP]), PORT, is(port.to_be_bytes().into())]),
-        Inlet::Protocol(number) => exprs.push(is(vec![number])),
+    match transport {
+        Transport::Udp(port) => exprs.extend([is(vec![UDP]), PORT, is(port.to_be_bytes().into())]),
+        Transport::Protocol(number) => exprs.push(is(vec![number])),
         // This crate does not know this kind of packets. No packet has this protocol.
         _ => exprs.push(is(vec![u8::MAX])),
     }
@@ -261,8 +261,8 @@ fn is_of_tunnel(family: Family, inlet: Inlet) -> Vec<Expr> {
 }
 
 /// Continues only if a packet is one of the tunnel to this node.
-fn arrives(family: Family, inlet: Inlet, local: IpAddr) -> Vec<Expr> {
-    let mut exprs = is_of_tunnel(family, inlet);
+fn arrives(family: Family, transport: Transport, local: IpAddr) -> Vec<Expr> {
+    let mut exprs = is_of_tunnel(family, transport);
     exprs.extend([address_of(family, false), is(octets(local))]);
     exprs
 }
@@ -377,14 +377,14 @@ pub(super) fn end_of(family: Family, chains: &[Option<Chain>]) -> Option<TunnelE
     let protocol = TableFamily::from(family).protocol();
     let is_of_family =
         |rule: &&Vec<Expr>| value(rule, &Expr::Meta(meta::NFPROTO)) == Some(&[protocol]);
-    // The chain has one rule for each inlet.
+    // The chain has one rule for each transport.
     let for_inlets: Vec<_> = sent.rules.iter().filter(is_of_family).collect();
     let drops = *for_inlets.first()?.last()? == Expr::Verdict(verdict::DROP);
-    let inlets = for_inlets.iter().filter_map(|rule| inlet_of(rule)).collect();
+    let transports = for_inlets.iter().filter_map(|rule| inlet_of(rule)).collect();
     let arrival = outer.rules.iter().find(is_of_family)?;
     let local = sets::address_of(value(arrival, &address_of(family, false))?)?;
     let device = inner.rules.iter().find(is_of_family).and_then(|rule| device_of(rule));
-    Some(TunnelEnd { drops, device, local, inlets })
+    Some(TunnelEnd { drops, device, local, transports })
 }
 
 fn device_of(rule: &[Expr]) -> Option<LinkName> {
@@ -392,10 +392,10 @@ fn device_of(rule: &[Expr]) -> Option<LinkName> {
     name.trim_end_matches('\0').parse().ok()
 }
 
-fn inlet_of(rule: &[Expr]) -> Option<Inlet> {
+fn inlet_of(rule: &[Expr]) -> Option<Transport> {
     match (value(rule, &Expr::Meta(meta::L4PROTO))?, value(rule, &PORT)) {
-        ([UDP], Some(port)) => Some(Inlet::Udp(u16::from_be_bytes(port.try_into().ok()?))),
-        ([number], _) => Some(Inlet::Protocol(*number)),
+        ([UDP], Some(port)) => Some(Transport::Udp(u16::from_be_bytes(port.try_into().ok()?))),
+        ([number], _) => Some(Transport::Protocol(*number)),
         _ => None,
     }
 }

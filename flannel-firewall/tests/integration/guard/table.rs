@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use flannel_core::Subnet;
 use flannel_core::address::Family;
-use flannel_core::backend::Inlet;
-use flannel_core::kernel::{Annex, Outcome};
+use flannel_core::backend::Transport;
+use flannel_core::kernel::{Outcome, RecordKeeper};
 use flannel_core::object::Record;
 use flannel_firewall::{Guard, Programs, TunnelEnd, cleanup_for_go};
 use flannel_netlink::testing::{in_netns, in_netns_async};
@@ -115,9 +115,12 @@ fn changed_records_change_the_table() {
         // Other kinds of ends.
         for other in [
             TunnelEnd { drops: false, ..end(Family::V4, "tunnel", true) },
-            TunnelEnd { inlets: vec![Inlet::Protocol(4)], ..end(Family::V4, "tunnel", true) },
             TunnelEnd {
-                inlets: vec![Inlet::Udp(1), Inlet::Protocol(253)],
+                transports: vec![Transport::Protocol(4)],
+                ..end(Family::V4, "tunnel", true)
+            },
+            TunnelEnd {
+                transports: vec![Transport::Udp(1), Transport::Protocol(253)],
                 ..end(Family::V4, "other", false)
             },
             TunnelEnd { device: None, ..end(Family::V4, "tunnel", true) },
@@ -201,7 +204,7 @@ fn a_table_that_another_program_changes_is_noticed_and_repaired() {
 }
 
 #[test]
-fn a_record_of_another_annex_is_refused() {
+fn a_record_of_another_record_keeper_is_refused() {
     in_netns(|| {
         let guard = Guard::new(NAME);
         let wrong = [

@@ -7,8 +7,8 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 
 use flannel_core::Subnet;
 use flannel_core::address::Family;
-use flannel_core::backend::Inlet;
-use flannel_core::kernel::Annex;
+use flannel_core::backend::Transport;
+use flannel_core::kernel::RecordKeeper;
 use flannel_firewall::{Guard, TunnelEnd};
 use flannel_netlink::testing::{Netns, in_netns, ip};
 use nix::sys::socket::{setsockopt, sockopt, sockopt::UdpGsoSegment};
@@ -266,7 +266,11 @@ fn the_way_to_a_peer_may_be_another_one_than_from_it() {
         let program = Guard::new("guard-test-program");
         let ends = Family::BOTH.map(|family| {
             let end = end(family, device(family), true);
-            program.tunnel(&TunnelEnd { device: None, inlets: vec![Inlet::Udp(port)], ..end })
+            program.tunnel(&TunnelEnd {
+                device: None,
+                transports: vec![Transport::Udp(port)],
+                ..end
+            })
         });
         let peers = Family::BOTH.map(|it| program.peer(subnet_of(it, 8), host(it, 8)));
         apply(&program, &puts([ends, peers].concat()));

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use flannel_core::address::Family;
 use flannel_core::kernel::{Footprint, KernelError, NexthopIds, ROUTE_PROTOCOL};
-use flannel_core::object::{Object, State};
+use flannel_core::object::{Object, ObjectSet};
 use libc::EOPNOTSUPP;
 
 use super::{Reader, Table};
@@ -100,7 +100,7 @@ impl NexthopUsers {
 /// that are not in `there`. If an object has several users, the result has one of them.
 pub(crate) fn nexthop_users(
     socket: &mut Socket,
-    there: &State,
+    there: &ObjectSet,
 ) -> Result<BTreeMap<u32, String>, KernelError> {
     let mut ids = BTreeSet::new();
     for object in there.iter() {

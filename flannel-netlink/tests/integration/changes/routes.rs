@@ -2,7 +2,7 @@
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{Footprint, Invalidation, KernelEvent};
-use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
+use flannel_core::object::{Change, Key, Nexthop, Object, ObjectSet, Route, Via};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns_async, ip};
 
@@ -225,7 +225,7 @@ fn a_foreign_route_in_front_of_ours_that_a_put_does_not_replace_is_removed() {
             change(Change::Put(ours.clone()));
         }
         change(Change::Delete(ours));
-        assert_eq!(kernel.snapshot(&footprint).unwrap(), State::default());
+        assert_eq!(kernel.snapshot(&footprint).unwrap(), ObjectSet::default());
     });
 }
 

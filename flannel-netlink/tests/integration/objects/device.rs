@@ -3,7 +3,7 @@
 use flannel_core::Kernel;
 use flannel_core::address::Family;
 use flannel_core::kernel::{Footprint, NexthopBlock};
-use flannel_core::object::{Change, Link, Object, State, Vxlan};
+use flannel_core::object::{Change, Link, Object, ObjectSet, Vxlan};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns, ip};
 use libc::EEXIST;
@@ -220,6 +220,10 @@ fn a_foreign_device_with_the_name_of_ours_stays() {
         ip("route add 10.1.7.0/24 via 10.1.0.7 dev flannel.1 proto 241");
         ip("route add 10.1.8.0/24 via 10.1.0.7 dev flannel.1");
         ip(&format!("nexthop add id {id} via 10.1.0.9 dev flannel.1 proto 241"));
-        assert_eq!(kernel.snapshot(&footprint).unwrap(), State::default(), "nothing on it is ours");
+        assert_eq!(
+            kernel.snapshot(&footprint).unwrap(),
+            ObjectSet::default(),
+            "nothing on it is ours"
+        );
     });
 }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use flannel_core::Kernel;
 use flannel_core::address::Family;
 use flannel_core::kernel::Outcome;
-use flannel_core::object::{Change, Fdb, MacAddr, Neigh, Object, State};
+use flannel_core::object::{Change, Fdb, MacAddr, Neigh, Object, ObjectSet};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns, ip};
 use serde_json::Value;
@@ -203,7 +203,7 @@ fn tables_of_any_length_are_read_completely() {
                     mac: MacAddr::local([2, 0, 0, 0, high, low]),
                 })
             };
-            let mut want: State = [Object::from(link.clone())].into_iter().collect();
+            let mut want: ObjectSet = [Object::from(link.clone())].into_iter().collect();
             for (from, to) in [(0, 500), (500, 5_000)] {
                 let new: Vec<Object> = (from..to).map(object).collect();
                 let puts: Vec<Change> = new.iter().cloned().map(Change::Put).collect();

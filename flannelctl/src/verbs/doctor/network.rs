@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use flannel_api::{
-    Client, Deployment, InletReport, NetworkReport, PathReport, PathsSummary, PeerReport,
-    PeerState, Problem, ProblemCause, StatusReport, StoreReport,
+    Client, Deployment, NetworkReport, PathReport, PathsSummary, PeerReport, PeerState, Problem,
+    ProblemCause, StatusReport, StoreReport, TransportReport,
 };
 use flannel_core::address::{Dual, Family};
-use flannel_core::backend::{Datapath, Inlet};
+use flannel_core::backend::{Datapath, Transport};
 use flannel_core::lease::{LeaseSet, Offer};
 use flannel_core::object::MacAddr;
 use flannel_core::subnet::{StoreFailure, StoreReason};
@@ -125,12 +125,12 @@ fn datapath(network: &NetworkReport) -> Datapath {
     let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
     datapath.devices = Dual::from_fn(device);
     datapath.overhead = Dual::from_fn(|family| network.overhead.get(&family.to_string()).copied());
-    let inlet = |inlet: &InletReport| match inlet {
-        InletReport::Udp(port) => Some(Inlet::Udp(*port)),
-        InletReport::Protocol(number) => Some(Inlet::Protocol(*number)),
+    let transport = |transport: &TransportReport| match transport {
+        TransportReport::Udp(port) => Some(Transport::Udp(*port)),
+        TransportReport::Protocol(number) => Some(Transport::Protocol(*number)),
         _ => None,
     };
-    datapath.inlets = network.inlets.iter().filter_map(inlet).collect();
+    datapath.transports = network.transports.iter().filter_map(transport).collect();
     datapath.bare = network.bare_routes;
     datapath
 }

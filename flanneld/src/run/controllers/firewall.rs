@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use super::Ended;
 use crate::config::FirewallConfig;
 use crate::error::Error;
-use crate::observe::Rulebook;
+use crate::observe::FirewallRules;
 
 impl FirewallConfig {
     /// Whether rules are requested.
@@ -63,8 +63,8 @@ impl FirewallConfig {
     }
 
     /// The state of the rules before [`FirewallController::run`].
-    pub(crate) fn rulebook(&self, config: &Config) -> Rulebook {
-        if self.wanted(config) { Rulebook::Pending } else { Rulebook::Unwanted }
+    pub(crate) fn firewall_rules(&self, config: &Config) -> FirewallRules {
+        if self.wanted(config) { FirewallRules::Pending } else { FirewallRules::Unwanted }
     }
 }
 
@@ -84,7 +84,7 @@ pub(crate) struct FirewallController<'a> {
     /// `RequireEncryption`, it also becomes true when they cannot be made for now.
     pub(crate) settled: watch::Sender<bool>,
     /// Gets the state of the rules.
-    pub(crate) state: watch::Sender<Rulebook>,
+    pub(crate) state: watch::Sender<FirewallRules>,
 }
 
 impl FirewallController<'_> {
@@ -123,7 +123,7 @@ impl FirewallController<'_> {
             Err(error) => self.open_later(error).await,
         };
         let status = firewall.status();
-        self.state.send_replace(Rulebook::Kept(status.clone()));
+        self.state.send_replace(FirewallRules::Kept(status.clone()));
         tokio::select! {
             never = firewall.run(rules) => match never {},
             never = self.settle(status) => match never {},
@@ -143,7 +143,7 @@ impl FirewallController<'_> {
             if logged.as_ref() != Some(&why) {
                 tracing::warn!(error = %why, "the firewall rules cannot be made, retrying");
                 let remedy = error.remedy();
-                let missing = Rulebook::Missing { why: why.clone(), remedy, requested };
+                let missing = FirewallRules::Missing { why: why.clone(), remedy, requested };
                 self.state.send_replace(missing);
                 if !config.require_encryption {
                     self.settled.send_replace(true);

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use flannel_core::Kernel;
 use flannel_core::kernel::{Footprint, KernelError, Outcome};
-use flannel_core::object::{Change, Key, LinkName, Object, Route, State, Via};
+use flannel_core::object::{Change, Key, LinkName, Object, ObjectSet, Route, Via};
 use tokio::sync::watch;
 
 use crate::blocking::BlockingQueue;
@@ -83,7 +83,11 @@ fn remove_plain(
 
 /// The changes that leave no route but those by devices that encrypt, and blackholes. A blackhole
 /// of each pod network comes first, so that no packet follows the default route.
-fn removals(there: &State, footprint: &Footprint, encrypted: &BTreeSet<LinkName>) -> Vec<Change> {
+fn removals(
+    there: &ObjectSet,
+    footprint: &Footprint,
+    encrypted: &BTreeSet<LinkName>,
+) -> Vec<Change> {
     let device = |route: &Route| match route.via {
         Via::Gateway { link, .. } | Via::Link(link) => Some(link),
         // One whose device is not known does not count as encrypted.
@@ -150,7 +154,7 @@ mod tests {
 
     #[test]
     fn only_routes_that_encrypt_stay_and_blackholes_come_first() {
-        let mut there = State::default();
+        let mut there = ObjectSet::default();
         for object in [
             route("10.1.7.0/24", "eth0"),
             route("10.1.8.0/24", "wg0"),

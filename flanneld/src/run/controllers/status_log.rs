@@ -313,7 +313,7 @@ mod tests {
     use std::sync::Arc;
 
     use flannel_core::object::{Neigh, Route, Via};
-    use flannel_core::status::{Advisory, Listing, Rejection, Repair};
+    use flannel_core::status::{Advisory, Rejection, Repair, SortedMap};
 
     use super::*;
 
@@ -364,7 +364,7 @@ mod tests {
         let advisories = (0..5).map(|n| Line::Advisory { warning: advisory(n).to_string() });
         assert_eq!(lines, named.chain(advisories).collect::<Vec<_>>());
         assert_eq!(log.next(), Some(start + WINDOW));
-        status.rejected = Listing::default();
+        status.rejected = SortedMap::default();
         let lines = log.lines(&Arc::new(status.clone()), start + SYNC_GAP);
         assert_eq!(lines.len(), LINES);
         let lines = log.lines(&Arc::new(status.clone()), start + WINDOW);

@@ -205,8 +205,9 @@ impl Starter<'_> {
         }
         let prepared = host.prepare(&**backend, config).await?;
         let held = self.record.held(self.settings, config);
-        let inlets = backend.datapath(config)?.inlets;
-        trial::check(&self.kernel, held, Candidate { config, prepared, inlets }, &self.trials).await
+        let transports = backend.datapath(config)?.transports;
+        trial::check(&self.kernel, held, Candidate { config, prepared, transports }, &self.trials)
+            .await
     }
 
     /// Checks whether a network can be built from `config` in place of the one that runs, which

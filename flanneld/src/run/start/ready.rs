@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use super::choice::Before;
 use crate::config::DaemonConfig;
-use crate::observe::{Rulebook, Running};
+use crate::observe::{FirewallRules, Running};
 use crate::run::backends::{ActiveBackends, BackendRecord};
 use crate::run::config_validator::ConfigValidator;
 use crate::run::refusals::Refused;
@@ -48,7 +48,7 @@ impl Ready {
     pub(in crate::run) fn running(
         &self,
         settings: &DaemonConfig,
-        rulebook: watch::Receiver<Rulebook>,
+        firewall_rules: watch::Receiver<FirewallRules>,
     ) -> Running {
         let datapath = self.backends.datapath(settings);
         let footprint = self.backends.footprint(Some(self.uplink.iface.name)).unwrap_or_default();
@@ -57,13 +57,13 @@ impl Ready {
             config: self.config.clone(),
             encrypted: (!datapath.encrypted.is_empty()).then(|| Arc::clone(&self.uplink.kernel)),
             datapath,
-            annexes: self.backends.target.annexes(Some(&settings.state_dir)),
+            record_keepers: self.backends.target.record_keepers(Some(&settings.state_dir)),
             links: footprint.links.into_iter().collect(),
             iface: self.uplink.iface.clone(),
             kernel: Arc::clone(&self.uplink.kernel) as Arc<dyn Kernel>,
             handle: self.joined.network.handle(),
             views: self.views.clone(),
-            rulebook,
+            firewall_rules,
             lapsed: self.lapsed,
             since: SystemTime::now(),
         }

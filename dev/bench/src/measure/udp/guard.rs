@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use flannel_core::Subnet;
-use flannel_core::backend::Inlet;
-use flannel_core::kernel::{Annex, Outcome};
+use flannel_core::backend::Transport;
+use flannel_core::kernel::{Outcome, RecordKeeper};
 use flannel_core::object::Change;
 use flannel_firewall::{Guard, TunnelEnd};
 use flannel_lab::Namespace;
@@ -83,7 +83,7 @@ fn load(peers: u32) -> anyhow::Result<f64> {
         drops: true,
         device: Some("flannel.1".parse().context("a name")?),
         local: [192, 0, 2, 1].into(),
-        inlets: vec![Inlet::Udp(VXLAN_PORT)],
+        transports: vec![Transport::Udp(VXLAN_PORT)],
     };
     let peer = |n: u32| {
         let subnet = Subnet::new(Ipv4Addr::from_bits(0x0a00_0000 + (n << 8)).into(), 24)?;

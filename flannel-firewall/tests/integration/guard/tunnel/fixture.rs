@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use flannel_core::address::Family;
-use flannel_core::kernel::Annex;
+use flannel_core::kernel::RecordKeeper;
 use flannel_core::object::MacAddr;
 use flannel_firewall::Guard;
 use flannel_netlink::testing::{Netns, ip};

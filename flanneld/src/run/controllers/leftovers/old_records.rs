@@ -1,15 +1,15 @@
-//! Removes the records that another backend left in its annex, such as commands for peers.
+//! Removes the records that another backend left in its keeper, such as commands for peers.
 
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::Kernel;
-use flannel_core::kernel::{Annex, Footprint};
+use flannel_core::kernel::{Footprint, RecordKeeper};
 use flannel_core::runtime::{blocking, lock};
 use flannel_core::status::Status;
-use flannel_route::annex::WithAnnexes;
 use flannel_route::cleanup;
+use flannel_route::record_keepers::WithRecordKeepers;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
@@ -33,10 +33,10 @@ pub(super) struct OldRecords<'a> {
     pub(super) record: &'a BackendRecord,
 }
 
-/// An annex of a backend that the network does not run.
-struct OldAnnex {
+/// A record keeper of a backend that the network does not run.
+struct OldKeeper {
     backend: &'static str,
-    annex: Arc<dyn Annex>,
+    keeper: Arc<dyn RecordKeeper>,
     reads: Reads,
 }
 
@@ -52,9 +52,13 @@ impl OldRecords<'_> {
         let mut kept = Vec::new();
         for other in self.settings.backends.iter().filter(|it| !self.backends.runs(&***it)) {
             let is_allowed = self.settings.allow_commands || !other.runs_commands();
-            let annexes = if is_allowed { &mut allowed } else { &mut kept };
-            for annex in other.annexes(Some(&self.settings.state_dir)) {
-                annexes.push(OldAnnex { backend: other.kind(), annex, reads: Reads::default() });
+            let record_keepers = if is_allowed { &mut allowed } else { &mut kept };
+            for keeper in other.record_keepers(Some(&self.settings.state_dir)) {
+                record_keepers.push(OldKeeper {
+                    backend: other.kind(),
+                    keeper,
+                    reads: Reads::default(),
+                });
             }
         }
         if status.wait_for(is_settled).await.is_ok() {
@@ -67,8 +71,8 @@ impl OldRecords<'_> {
     }
 
     /// Logs once that the commands of a backend may stay in effect, if there are any.
-    async fn report(&self, OldAnnex { backend, annex, .. }: OldAnnex) {
-        let records = match blocking(move || annex.records()).await {
+    async fn report(&self, OldKeeper { backend, keeper, .. }: OldKeeper) {
+        let records = match blocking(move || keeper.records()).await {
             Ok(records) => records.len(),
             Err(error) => {
                 tracing::warn!(
@@ -91,25 +95,25 @@ impl OldRecords<'_> {
 }
 
 /// Removes the records until there are none for a while.
-async fn remove_all(mut annexes: Vec<OldAnnex>, kernel: &Arc<dyn Kernel>) {
-    while !annexes.is_empty() {
-        for old in &mut annexes {
-            let removed = remove(old.backend, Arc::clone(&old.annex), Arc::clone(kernel)).await;
+async fn remove_all(mut record_keepers: Vec<OldKeeper>, kernel: &Arc<dyn Kernel>) {
+    while !record_keepers.is_empty() {
+        for old in &mut record_keepers {
+            let removed = remove(old.backend, Arc::clone(&old.keeper), Arc::clone(kernel)).await;
             old.reads.count(removed);
         }
-        annexes.retain(|old| old.reads.are_needed());
+        record_keepers.retain(|old| old.reads.are_needed());
         sleep(PAUSE).await;
     }
 }
 
-/// The reads of the records of one annex.
+/// The reads of the records of one keeper.
 #[derive(Debug, Clone, Copy, Default)]
 struct Reads {
     failures: u32,
     quiet: u32,
 }
 
-/// What happened to the records of an annex.
+/// What happened to the records of a record keeper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Removed {
     /// There were none.
@@ -134,13 +138,13 @@ impl Reads {
     }
 }
 
-/// Removes the records of an annex.
-async fn remove(backend: &str, annex: Arc<dyn Annex>, kernel: Arc<dyn Kernel>) -> Removed {
+/// Removes the records of a record keeper.
+async fn remove(backend: &str, keeper: Arc<dyn RecordKeeper>, kernel: Arc<dyn Kernel>) -> Removed {
     let origin = format!("the earlier backend {backend}");
     let removal = move || {
-        let annexes = [annex.name()].into();
-        let footprint = Footprint { annexes, ..Footprint::default() };
-        let kernel = WithAnnexes::new(kernel, [annex]).waiting();
+        let record_keepers = [keeper.name()].into();
+        let footprint = Footprint { record_keepers, ..Footprint::default() };
+        let kernel = WithRecordKeepers::new(kernel, [keeper]).waiting();
         let removed = cleanup(&kernel, &footprint, false);
         let had_records = removed.as_ref().is_ok_and(|removed| !removed.done.is_empty());
         if !log_removal(&origin, removed) {

@@ -80,11 +80,11 @@ impl From<String> for Unmade {
 
 impl Wanted {
     /// # Errors
-    /// The object is no task of this annex.
-    pub(super) fn new(change: &Change, annex: &str) -> Result<(Subnet, Self), KernelError> {
+    /// The object is no task of this keeper.
+    pub(super) fn new(change: &Change, keeper: &str) -> Result<(Subnet, Self), KernelError> {
         let Object::Record(record) = change.object() else { return Err(KernelError::new(EINVAL)) };
-        if record.annex != annex {
-            return Err(of_another(record.annex, annex));
+        if record.keeper != keeper {
+            return Err(of_another(record.keeper, keeper));
         }
         let wrong = |why| KernelError::Other(format!("{record} is no task: {why}"));
         let task = match change {
@@ -197,8 +197,8 @@ impl Queue {
     }
 }
 
-/// The error for a record of another annex.
-pub(super) fn of_another(other: &str, annex: &str) -> KernelError {
-    let why = format!("the record is of the annex {other}, expected one of {annex}");
+/// The error for a record of another keeper.
+pub(super) fn of_another(other: &str, keeper: &str) -> KernelError {
+    let why = format!("the record is of the keeper {other}, expected one of {keeper}");
     KernelError::explained(EINVAL, why)
 }

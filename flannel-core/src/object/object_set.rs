@@ -8,13 +8,13 @@ use super::{Key, Object};
 ///
 /// A lookup is O(log n), the insertion of one object O(n). Add many objects with `extend`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct State {
+pub struct ObjectSet {
     objects: Vec<Object>,
-    /// See [`State::note_inexact`].
+    /// See [`ObjectSet::note_inexact`].
     inexact: BTreeSet<Key>,
 }
 
-impl State {
+impl ObjectSet {
     /// Inserts `object`. Returns the object that it replaces; `None` if it is new.
     pub fn insert(&mut self, object: impl Into<Object>) -> Option<Object> {
         let object = object.into();
@@ -95,7 +95,7 @@ fn sort(objects: &mut Vec<Object>) {
 }
 
 /// Of two objects with one key, the later one stays.
-impl<O: Into<Object>> FromIterator<O> for State {
+impl<O: Into<Object>> FromIterator<O> for ObjectSet {
     fn from_iter<I: IntoIterator<Item = O>>(objects: I) -> Self {
         let mut state = Self::default();
         state.extend(objects);
@@ -104,7 +104,7 @@ impl<O: Into<Object>> FromIterator<O> for State {
 }
 
 /// Of two objects with one key, the later one stays.
-impl<O: Into<Object>> Extend<O> for State {
+impl<O: Into<Object>> Extend<O> for ObjectSet {
     fn extend<I: IntoIterator<Item = O>>(&mut self, objects: I) {
         let mut new: Vec<Object> = objects.into_iter().map(Into::into).collect();
         if !self.inexact.is_empty() {
@@ -151,13 +151,13 @@ mod tests {
         }
     }
 
-    fn any_state() -> impl Strategy<Value = State> {
-        prop::collection::vec(any_object(), 0..40).prop_map(State::from_iter)
+    fn any_state() -> impl Strategy<Value = ObjectSet> {
+        prop::collection::vec(any_object(), 0..40).prop_map(ObjectSet::from_iter)
     }
 
     #[test]
     fn a_state_holds_one_object_per_key() {
-        let mut state = State::default();
+        let mut state = ObjectSet::default();
         assert!(state.is_empty());
         let addr = |len| Addr { link: name(1), address: address(1), len };
         let neigh = Neigh { link: name(1), address: address(1), mac: MacAddr::local([1; 6]) };
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(state.insert(addr(32)), Some(addr(31).into()));
         assert!(!state.is_empty() && state.len() == 2);
         assert_eq!(state.remove(&Object::from(neigh).key()), Some(neigh.into()));
-        assert_eq!(state, State::from_iter([addr(32)]));
+        assert_eq!(state, ObjectSet::from_iter([addr(32)]));
         assert_eq!(state.remove(&Object::from(addr(32)).key()), Some(addr(32).into()));
         assert!(state.is_empty());
     }
@@ -174,8 +174,8 @@ mod tests {
     fn the_replacement_of_an_inexact_route_is_exact() {
         let route =
             |n| Route { dst: Subnet::new(address(n), 24).unwrap(), via: Via::Blackhole, mtu: None };
-        let (want, key) = (State::from_iter([route(1), route(2)]), Key::Route(route(1).dst));
-        let replacements: [fn(&mut State, Route); 3] = [
+        let (want, key) = (ObjectSet::from_iter([route(1), route(2)]), Key::Route(route(1).dst));
+        let replacements: [fn(&mut ObjectSet, Route); 3] = [
             |state, route| {
                 state.insert(route);
             },
@@ -202,7 +202,7 @@ mod tests {
         fn of_objects_with_one_key_the_last_one_stays(
             parts in prop::collection::vec(prop::collection::vec(any_object(), 0..20), 0..6),
         ) {
-            let mut state = State::default();
+            let mut state = ObjectSet::default();
             let mut model = std::collections::BTreeMap::new();
             for part in parts {
                 model.extend(part.iter().map(|object| (object.key(), object.clone())));

@@ -1,4 +1,4 @@
-//! Annexes: the state of peers that is not in the kernel.
+//! Record keepers: the state of peers that is not in the kernel.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,13 +11,13 @@ use crate::remedy::Trouble;
 /// Keeps the [`Record`]s of a backend: commands for each peer, a table in another process, rules
 /// about its packets.
 ///
-/// The route engine, with `flannel_route::annex::WithAnnexes`, treats records as kernel objects: it
-/// puts and deletes them, retries failures, shows them in the status, and adopts those of earlier
-/// runs. The methods follow the rules of [`Kernel`](super::Kernel). A change that takes long is
-/// only started, so that it delays no other change.
-#[doc = include_str!("../../docs/annex.md")]
-pub trait Annex: fmt::Debug + Send + Sync {
-    /// The name in its records, unique among all annexes.
+/// The route engine, with `flannel_route::record_keepers::WithRecordKeepers`, treats records as
+/// kernel objects: it puts and deletes them, retries failures, shows them in the status, and adopts
+/// those of earlier runs. The methods follow the rules of [`Kernel`](super::Kernel). A change that
+/// takes long is only started, so that it delays no other change.
+#[doc = include_str!("../../docs/record_keeper.md")]
+pub trait RecordKeeper: fmt::Debug + Send + Sync {
+    /// The name in its records, unique among all record keepers.
     fn name(&self) -> &'static str;
 
     /// The records that are in place, including those of an earlier run. A record whose change is
@@ -45,7 +45,7 @@ pub trait Annex: fmt::Debug + Send + Sync {
     /// futures of the stream are dropped often, so it must be cancel safe ([`Changes::next`]).
     ///
     /// # Errors
-    /// The annex cannot listen.
+    /// The keeper cannot listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 
     /// Waits at most `timeout` for the end of all changes of this record that were started, and
@@ -69,15 +69,15 @@ pub trait Annex: fmt::Debug + Send + Sync {
         None
     }
 
-    /// The daemon ends, because somebody stops it. Records stay in place. An annex may tell other
-    /// programs that this node goes. Blocks. The default does nothing.
+    /// The daemon ends, because somebody stops it. Records stay in place. A record keeper may tell
+    /// other programs that this node goes. Blocks. The default does nothing.
     ///
-    /// The same program may run a daemon again. Then it asks `Backend::annexes` for new handles,
-    /// and those must work.
+    /// The same program may run a daemon again. Then it asks `Backend::record_keepers` for new
+    /// handles, and those must work.
     fn stop(&self) {}
 }
 
-/// The packets that an [`Annex`] moves or drops itself, counted since it began.
+/// The packets that a [`RecordKeeper`] moves or drops itself, counted since it began.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Packets that were sent to other nodes, and their bytes. `None`: the kernel moves them, and
@@ -91,14 +91,14 @@ pub struct Traffic {
     pub problems: Vec<Trouble>,
 }
 
-/// The packets of a tunnel that an [`Annex`] refuses, counted since it began.
+/// The packets of a tunnel that a [`RecordKeeper`] refuses, counted since it began.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Refused {
     /// Whether they are dropped. If not, they are only counted.
     pub drops: bool,
     /// The packets by reason, such as `stranger`. All reasons are there.
     pub packets: BTreeMap<&'static str, u64>,
-    /// What is wrong if some of them grow, or if the annex cannot refuse packets.
+    /// What is wrong if some of them grow, or if the keeper cannot refuse packets.
     pub problems: Vec<Trouble>,
 }
 

@@ -1,4 +1,5 @@
-//! The data plane as an annex: its records are the entries of its table, and one for this node.
+//! The data plane as a record keeper: its records are the entries of its table, and one for this
+//! node.
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use flannel_core::Subnet;
 use flannel_core::kernel::{
-    Annex, Changes, Invalidation, KernelError, LongDrops, Outcome, Refused, Traffic,
+    Changes, Invalidation, KernelError, LongDrops, Outcome, RecordKeeper, Refused, Traffic,
 };
 use flannel_core::object::{Change, Key, Object, Record, Secret};
 use flannel_core::runtime::lock;
@@ -113,7 +114,7 @@ fn records(status: &Status) -> Vec<Record> {
     node.into_iter().chain(peers).collect()
 }
 
-impl Annex for Table {
+impl RecordKeeper for Table {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -170,7 +171,7 @@ impl Annex for Table {
         counted(&self.plane.counts().unwrap_or_default()?)
     }
 
-    /// Changes end before [`Annex::apply`] returns.
+    /// Changes end before [`RecordKeeper::apply`] returns.
     fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
         Ok(())
     }

@@ -4,10 +4,10 @@ use std::path::Path;
 use flannel_core::object::Object;
 
 use super::*;
-use crate::commands::{Annexes, Words};
+use crate::commands::{Keepers, Words};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-const NAMES: Names = Names { annex: "mine", node: ["Begin", "End"], peer: ["Join", "Leave"] };
+const NAMES: Names = Names { keeper: "mine", node: ["Begin", "End"], peer: ["Join", "Leave"] };
 
 fn subnet(n: u8) -> Subnet {
     format!("10.1.{n}.0/24").parse().unwrap()
@@ -29,7 +29,7 @@ impl Place {
         self.0.path().join(name).display().to_string()
     }
 
-    fn annex(&self) -> Commands {
+    fn keeper(&self) -> Commands {
         Commands::new(NAMES, Some(self.0.path().join("tasks")))
     }
 
@@ -52,7 +52,7 @@ impl Place {
 }
 
 fn object(n: u8, task: &Task) -> Object {
-    task.record(NAMES.annex, subnet(n)).into()
+    task.record(NAMES.keeper, subnet(n)).into()
 }
 
 /// Starts a change.
@@ -74,7 +74,7 @@ fn records(commands: &Commands) -> Vec<String> {
 #[test]
 fn the_task_of_this_node_comes_before_those_of_peers_that_wait() {
     let place = Place::new();
-    let commands = place.annex();
+    let commands = place.keeper();
     let peer = Task { waits: true, ..place.task(Of::Peer, "waiting") };
     let go = place.path("go");
     let blocked = format!("until [ -e {go} ]; do sleep 0.01; done; ");
@@ -95,7 +95,7 @@ fn the_task_of_this_node_comes_before_those_of_peers_that_wait() {
 #[test]
 fn a_removal_that_fails_is_given_up_after_five_failures_and_ten_seconds() {
     let place = Place::new();
-    let commands = place.annex();
+    let commands = place.keeper();
     let task = Task { remove: shell("echo why; false"), ..place.task(Of::Peer, "peer") };
     let object = object(1, &task);
     make(&commands, Change::Put(object.clone())).unwrap();
@@ -111,7 +111,7 @@ fn a_removal_that_fails_is_given_up_after_five_failures_and_ten_seconds() {
         *removals = Some((count, if before == 3 { Instant::now() } else { long_ago.min(since) }));
     }
     assert_eq!((remove(), records(&commands)), (Ok(()), vec![]));
-    assert_eq!(records(&place.annex()), [""; 0], "no file is left");
+    assert_eq!(records(&place.keeper()), [""; 0], "no file is left");
 }
 
 #[test]
@@ -119,7 +119,7 @@ fn a_restart_adopts_the_tasks_of_peers_and_runs_that_of_this_node_again() {
     let place = Place::new();
     let [node, peer] = [(1, place.task(Of::Node, "node")), (2, place.task(Of::Peer, "peer"))];
     let objects = [object(node.0, &node.1), object(peer.0, &peer.1)];
-    let first = place.annex();
+    let first = place.keeper();
     for object in &objects {
         make(&first, Change::Put(object.clone())).unwrap();
     }
@@ -128,20 +128,20 @@ fn a_restart_adopts_the_tasks_of_peers_and_runs_that_of_this_node_again() {
         commands.records().unwrap().into_iter().map(are_wanted).collect::<Vec<_>>()
     };
     assert_eq!(shown(&first), [true, true]);
-    let second = place.annex();
+    let second = place.keeper();
     assert_eq!(shown(&second), [false, true], "the engine puts that of this node again");
     for object in &objects {
         make(&second, Change::Put(object.clone())).unwrap();
     }
     assert_eq!(shown(&second), [true, true]);
-    make(&place.annex(), Change::Delete(objects[1].clone())).unwrap();
+    make(&place.keeper(), Change::Delete(objects[1].clone())).unwrap();
     assert_eq!(place.ran(), ["+node", "+peer", "+node", "-peer"]);
 }
 
 #[test]
 fn errors_have_the_names_of_the_commands() {
     let place = Place::new();
-    let commands = place.annex();
+    let commands = place.keeper();
     for (of, name) in [(Of::Node, "Begin"), (Of::Peer, "Join")] {
         let task = Task { add: shell("echo why; exit 3"), ..place.task(of, "it") };
         let error = make(&commands, Change::Put(object(1, &task))).unwrap_err();
@@ -150,9 +150,9 @@ fn errors_have_the_names_of_the_commands() {
 }
 
 #[test]
-fn a_record_of_another_annex_is_refused() {
+fn a_record_of_another_record_keeper_is_refused() {
     let place = Place::new();
-    let commands = place.annex();
+    let commands = place.keeper();
     let object = Object::from(place.task(Of::Peer, "peer").record("other", subnet(1)));
     let key = object.key();
     let changes = [Change::Put(object.clone()), Change::Delete(object)];
@@ -162,7 +162,7 @@ fn a_record_of_another_annex_is_refused() {
         let error = outcome.into_result().unwrap_err();
         let text = error.to_string();
         assert!(error.is(EINVAL));
-        assert!(text.contains("of the annex other, expected one of mine"), "{text}");
+        assert!(text.contains("of the keeper other, expected one of mine"), "{text}");
     }
     assert!(commands.lock().entries.is_empty());
 }
@@ -170,7 +170,7 @@ fn a_record_of_another_annex_is_refused() {
 #[test]
 fn a_stop_kills_the_commands_that_run_and_removes_the_task_of_this_node() {
     let place = Place::new();
-    let commands = place.annex();
+    let commands = place.keeper();
     make(&commands, Change::Put(object(1, &place.task(Of::Node, "node")))).unwrap();
     make(&commands, Change::Put(object(2, &place.task(Of::Peer, "peer")))).unwrap();
     let begun = place.path("begun");
@@ -180,34 +180,34 @@ fn a_stop_kills_the_commands_that_run_and_removes_the_task_of_this_node() {
     test_support::eventually(PATIENCE, || Path::new(&begun).exists(), || "no command");
     commands.stop();
     let error = commands.wait(&endless.key(), Duration::ZERO).unwrap_err().to_string();
-    assert!(error.ends_with("Join: it was ended, because the annex stops"), "{error}");
+    assert!(error.ends_with("Join: it was ended, because the keeper stops"), "{error}");
     let refused = commands.apply(&[Change::Put(endless)]);
     assert!(matches!(&refused[..], [Outcome::Failed(_)]), "{refused:?}");
     assert_eq!(place.ran(), ["+node", "+peer", "-node"], "peers stay");
 }
 
 #[test]
-fn a_name_and_a_directory_have_one_annex() {
+fn a_name_and_a_directory_have_one_record_keeper() {
     let place = Place::new();
-    let annexes = Annexes::new();
-    let one = annexes.annex(NAMES, None);
+    let record_keepers = Keepers::new();
+    let one = record_keepers.keeper(NAMES, None);
     make(&one, Change::Put(object(1, &place.task(Of::Peer, "peer")))).unwrap();
-    let count = |names, dir| records(&annexes.annex(names, dir)).len();
+    let count = |names, dir| records(&record_keepers.keeper(names, dir)).len();
     assert_eq!(count(NAMES, None), 1);
-    assert_eq!(count(Names { annex: "other", ..NAMES }, None), 0);
+    assert_eq!(count(Names { keeper: "other", ..NAMES }, None), 0);
     assert_eq!(count(NAMES, Some(place.0.path().join("tasks"))), 0);
 }
 
 #[test]
-fn after_a_stop_the_directory_has_a_new_annex() {
+fn after_a_stop_the_directory_has_a_new_record_keeper() {
     let place = Place::new();
-    let annexes = Annexes::new();
+    let record_keepers = Keepers::new();
     let dir = || Some(place.0.path().join("tasks"));
-    let first = annexes.annex(NAMES, dir());
+    let first = record_keepers.keeper(NAMES, dir());
     make(&first, Change::Put(object(1, &place.task(Of::Node, "node")))).unwrap();
     make(&first, Change::Put(object(2, &place.task(Of::Peer, "peer")))).unwrap();
     first.stop();
-    let second = annexes.annex(NAMES, dir());
+    let second = record_keepers.keeper(NAMES, dir());
     assert_eq!(records(&second).len(), 1, "the peer is still there");
     make(&second, Change::Put(object(1, &place.task(Of::Node, "node")))).unwrap();
     assert_eq!(place.ran(), ["+node", "+peer", "-node", "+node"]);
@@ -222,10 +222,11 @@ fn debug_shows_no_words_input_and_variables() {
         input: secret.to_owned(),
         ..place.task(Of::Peer, secret)
     };
-    let annexes = Annexes::new();
-    let commands = annexes.annex(NAMES, None);
+    let record_keepers = Keepers::new();
+    let commands = record_keepers.keeper(NAMES, None);
     make(&commands, Change::Put(object(1, &task))).unwrap();
-    let shown = format!("{:?} {task:?} {commands:?} {annexes:?}", task.add.as_ref().unwrap());
+    let shown =
+        format!("{:?} {task:?} {commands:?} {record_keepers:?}", task.add.as_ref().unwrap());
     assert!(!shown.contains(secret), "{shown}");
     assert!(shown.starts_with("Words(3) Task { of: Peer, timeout: 60, waits: false"), "{shown}");
     let inner = format!("{:?}", commands.lock());

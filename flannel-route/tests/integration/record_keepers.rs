@@ -1,4 +1,5 @@
-//! The records of an annex are treated as kernel objects: status, retries, adoption and cleanup.
+//! The records of a record keeper are treated as kernel objects: status, retries, adoption and
+//! cleanup.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
@@ -9,23 +10,23 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::{
-    Annex, Changes, Footprint, Invalidation, KernelError, KernelEvent, Outcome,
+    Changes, Footprint, Invalidation, KernelError, KernelEvent, Outcome, RecordKeeper,
 };
 use flannel_core::lease::Offer;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{Change, Key, LinkName, Object, Record, Secret};
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{Backend, Config, Kernel, Result, SubnetManager};
-use flannel_route::annex::WithAnnexes;
+use flannel_route::record_keepers::WithRecordKeepers;
 use flannel_route::{Host, JoinOptions, cleanup};
 use libc::EIO;
 use test_support::{Logged, eventually};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-/// An annex whose changes end when the test ends them.
+/// A record keeper whose changes end when the test ends them.
 #[derive(Debug, Clone, Default)]
-struct Ledger(Arc<Mutex<Entries>>);
+struct Notes(Arc<Mutex<Entries>>);
 
 #[derive(Debug, Default)]
 struct Entries {
@@ -92,7 +93,7 @@ impl Entries {
     }
 }
 
-impl Ledger {
+impl Notes {
     fn started(&self) -> Vec<String> {
         self.0.lock().unwrap().started.iter().map(ToString::to_string).collect()
     }
@@ -109,9 +110,9 @@ impl Ledger {
     }
 }
 
-impl Annex for Ledger {
+impl RecordKeeper for Notes {
     fn name(&self) -> &'static str {
-        "ledger"
+        "notes"
     }
 
     fn records(&self) -> std::result::Result<Vec<Record>, KernelError> {
@@ -173,7 +174,7 @@ impl Changes for Events {
 /// A backend with a record for each peer, and nothing in the kernel.
 #[derive(Debug, Default)]
 struct Bookkeeper {
-    ledger: Ledger,
+    notes: Notes,
 }
 
 #[async_trait]
@@ -196,11 +197,11 @@ impl Backend for Bookkeeper {
     }
 
     fn footprint(&self, _: &Config, _: Option<LinkName>) -> Result<Footprint> {
-        Ok(Footprint { annexes: ["ledger"].into(), ..Footprint::default() })
+        Ok(Footprint { record_keepers: ["notes"].into(), ..Footprint::default() })
     }
 
-    fn annexes(&self, _: Option<&Path>) -> Vec<Arc<dyn Annex>> {
-        vec![Arc::new(self.ledger.clone())]
+    fn record_keepers(&self, _: Option<&Path>) -> Vec<Arc<dyn RecordKeeper>> {
+        vec![Arc::new(self.notes.clone())]
     }
 
     async fn prepare(&self, _: &Node<'_>, config: &Config) -> Result<Prepared> {
@@ -210,7 +211,7 @@ impl Backend for Bookkeeper {
                 objects.extend(offer.endpoints(subnets).map(|peer| {
                     let data = peer.public.map(|public| public.to_string()).unwrap_or_default();
                     let secret = Secret::new(*b"hunter2");
-                    Object::from(Record::new("ledger", peer.subnet, data).with_secret(secret))
+                    Object::from(Record::new("notes", peer.subnet, data).with_secret(secret))
                 }));
                 Ok(())
             });
@@ -222,7 +223,7 @@ impl Backend for Bookkeeper {
 
 /// A network that runs.
 struct World {
-    ledger: Ledger,
+    notes: Notes,
     kernel: FakeKernel,
     subnets: FakeSubnets,
     network: NetworkHandle,
@@ -230,7 +231,7 @@ struct World {
 }
 
 impl World {
-    async fn start(ledger: Ledger, subnets: FakeSubnets) -> Self {
+    async fn start(notes: Notes, subnets: FakeSubnets) -> Self {
         let address = [IpAddr::from([192, 0, 2, 1])].into_iter().collect();
         let uplink = ExternalInterface {
             name: "eth0".parse().unwrap(),
@@ -241,13 +242,13 @@ impl World {
         };
         let kernel = FakeKernel::with_uplink("eth0");
         let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
-        let backend = Bookkeeper { ledger: ledger.clone() };
+        let backend = Bookkeeper { notes: notes.clone() };
         let config = subnets.network_config().await.unwrap();
         let joined = host.join(&backend, &config, JoinOptions::default()).await.unwrap().network;
         let network = joined.handle();
         let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(async move { drop(joined.run(views).await) });
-        Self { ledger, kernel, subnets, network, task }
+        Self { notes, kernel, subnets, network, task }
     }
 
     #[track_caller]
@@ -269,17 +270,17 @@ impl Drop for World {
     }
 }
 
-const RECORD: &str = "record ledger 10.1.7.0/24 192.0.2.7 (secret)";
+const RECORD: &str = "record notes 10.1.7.0/24 192.0.2.7 (secret)";
 
-/// The log has each error once, until the annex works again.
+/// The log has each error once, until the keeper works again.
 #[tokio::test]
-async fn an_annex_that_cannot_be_read_or_watched_is_logged() {
+async fn an_record_keeper_that_cannot_be_read_or_watched_is_logged() {
     let (logged, _guard) = Logged::collect();
-    let ledger = Ledger::default();
-    let annex: Arc<dyn Annex> = Arc::new(ledger.clone());
-    let kernel = WithAnnexes::new(Arc::new(FakeKernel::with_uplink("eth0")), [annex]);
-    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
-    let set_broken = |is_broken| ledger.0.lock().unwrap().is_broken = is_broken;
+    let notes = Notes::default();
+    let keeper: Arc<dyn RecordKeeper> = Arc::new(notes.clone());
+    let kernel = WithRecordKeepers::new(Arc::new(FakeKernel::with_uplink("eth0")), [keeper]);
+    let footprint = Footprint { record_keepers: ["notes"].into(), ..Footprint::default() };
+    let set_broken = |is_broken| notes.0.lock().unwrap().is_broken = is_broken;
     for _ in 0..2 {
         set_broken(true);
         for _ in 0..3 {
@@ -288,82 +289,82 @@ async fn an_annex_that_cannot_be_read_or_watched_is_logged() {
         set_broken(false);
         kernel.snapshot(&footprint).unwrap();
     }
-    assert_eq!(logged.count("the records of an annex cannot be read"), 2);
+    assert_eq!(logged.count("the records of a keeper cannot be read"), 2);
     set_broken(true);
     drop(kernel.changes().unwrap());
-    assert_eq!(logged.count("an annex reports no changes"), 1);
+    assert_eq!(logged.count("a keeper reports no changes"), 1);
     set_broken(false);
     let mut changes = kernel.changes().unwrap();
-    ledger.0.lock().unwrap().listener = None;
+    notes.0.lock().unwrap().listener = None;
     assert_eq!(changes.next().await.unwrap(), Invalidation::Everything);
-    assert_eq!(logged.count("an annex reports no changes"), 2);
+    assert_eq!(logged.count("a keeper reports no changes"), 2);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_started_change_is_pending_until_its_end_and_is_tried_again_after_a_failure() {
-    let world = World::start(Ledger::default(), FakeSubnets::new("10.1.0.0/16")).await;
+    let world = World::start(Notes::default(), FakeSubnets::new("10.1.0.0/16")).await;
     world.in_sync().await;
     world.subnets.put("10.1.7.0-24", "192.0.2.7");
-    world.until(|| world.ledger.started() == [format!("put {RECORD}")]);
+    world.until(|| world.notes.started() == [format!("put {RECORD}")]);
     world.until(|| !world.network.status.borrow().settled);
     let explained = world.network.explain([10, 1, 7, 1].into()).await.unwrap();
     assert!(format!("{explained:?}").contains("Pending"), "{explained:?}");
     assert!(!format!("{:?}", world.network.status.borrow()).contains("hunter2"));
 
-    world.ledger.end(Err(KernelError::explained(EIO, "exit status 1")));
+    world.notes.end(Err(KernelError::explained(EIO, "exit status 1")));
     world.until(|| world.network.status.borrow().failing.len() == 1);
     let failing = format!("{:?}", world.network.status.borrow().failing);
     assert!(failing.contains("exit status 1"), "{failing}");
     // The retry, which the engine starts by itself.
-    world.until(|| world.ledger.started().len() == 1);
+    world.until(|| world.notes.started().len() == 1);
     assert_eq!(world.network.status.borrow().failing.len(), 1, "it fails until the retry ends");
-    world.ledger.end(Ok(()));
+    world.notes.end(Ok(()));
     world.in_sync().await;
-    assert_eq!(world.ledger.records(), [RECORD]);
+    assert_eq!(world.notes.records(), [RECORD]);
     assert!(world.network.status.borrow().failing.is_empty());
 
     world.subnets.delete("10.1.7.0-24");
-    world.until(|| world.ledger.started() == [format!("delete {RECORD}")]);
+    world.until(|| world.notes.started() == [format!("delete {RECORD}")]);
     // The status is published after the round that started the change.
     world.until(|| !world.network.status.borrow().in_sync);
-    world.ledger.end(Ok(()));
+    world.notes.end(Ok(()));
     world.in_sync().await;
-    assert!(world.ledger.records().is_empty());
-    let starts = world.ledger.0.lock().unwrap().starts;
+    assert!(world.notes.records().is_empty());
+    let starts = world.notes.0.lock().unwrap().starts;
     assert_eq!(starts, 3, "put, put again, delete");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn records_of_an_earlier_run_are_adopted_or_deleted() {
-    let ledger = Ledger::default();
+    let notes = Notes::default();
     let mut key = None;
     for n in [7, 8] {
         let subnet = format!("10.1.{n}.0/24").parse().unwrap();
-        let record = Record::new("ledger", subnet, format!("192.0.2.{n}"))
+        let record = Record::new("notes", subnet, format!("192.0.2.{n}"))
             .with_secret(Secret::new(*b"hunter2"));
         key = Some(Object::from(record.clone()).key());
-        ledger.0.lock().unwrap().records.insert(key.unwrap(), record);
+        notes.0.lock().unwrap().records.insert(key.unwrap(), record);
     }
     let subnets = FakeSubnets::new("10.1.0.0/16");
     subnets.put("10.1.7.0-24", "192.0.2.7");
-    let world = World::start(ledger.clone(), subnets).await;
-    world.until(|| !ledger.started().is_empty());
+    let world = World::start(notes.clone(), subnets).await;
+    world.until(|| !notes.started().is_empty());
     let left = key.unwrap();
-    assert_eq!(ledger.started(), ["delete record ledger 10.1.8.0/24 192.0.2.8 (secret)"], "{left}");
-    ledger.end(Ok(()));
+    assert_eq!(notes.started(), ["delete record notes 10.1.8.0/24 192.0.2.8 (secret)"], "{left}");
+    notes.end(Ok(()));
     world.in_sync().await;
-    assert_eq!(ledger.records(), [RECORD]);
+    assert_eq!(notes.records(), [RECORD]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deletion_under_way_is_not_forgotten_by_a_snapshot() {
-    let world = World::start(Ledger::default(), FakeSubnets::new("10.1.0.0/16")).await;
+    let world = World::start(Notes::default(), FakeSubnets::new("10.1.0.0/16")).await;
     world.subnets.put("10.1.7.0-24", "192.0.2.7");
-    world.until(|| !world.ledger.started().is_empty());
-    world.ledger.end(Ok(()));
+    world.until(|| !world.notes.started().is_empty());
+    world.notes.end(Ok(()));
     world.in_sync().await;
     world.subnets.delete("10.1.7.0-24");
-    world.until(|| !world.ledger.started().is_empty());
+    world.until(|| !world.notes.started().is_empty());
 
     world.kernel.take_calls();
     world.kernel.lose_messages();
@@ -372,37 +373,37 @@ async fn a_deletion_under_way_is_not_forgotten_by_a_snapshot() {
     // The answer comes after the round with the snapshot.
     world.network.waiting().await;
     assert!(!world.network.status.borrow().settled, "it is still under way");
-    world.ledger.end(Err(KernelError::new(EIO)));
+    world.notes.end(Err(KernelError::new(EIO)));
     world.until(|| world.network.status.borrow().failing.len() == 1);
-    world.until(|| !world.ledger.started().is_empty());
-    world.ledger.end(Ok(()));
+    world.until(|| !world.notes.started().is_empty());
+    world.notes.end(Ok(()));
     world.in_sync().await;
-    assert!(world.ledger.records().is_empty());
+    assert!(world.notes.records().is_empty());
 }
 
 /// Each change of a record, failing in every way up to three times. The network converges.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_change_of_a_record_may_fail_in_every_way() {
     use Fault::{Fails, FailsUnseen, Lost, Refused};
-    let record = |public: u8| [format!("record ledger 10.1.7.0/24 192.0.2.{public} (secret)")];
+    let record = |public: u8| [format!("record notes 10.1.7.0/24 192.0.2.{public} (secret)")];
     let mut faults: Vec<Vec<Fault>> = [Refused, Fails, Lost, FailsUnseen].map(|f| vec![f]).into();
     faults.push(vec![Fails; 3]);
     faults.push(vec![Refused, FailsUnseen, Lost]);
     for faults in faults {
-        let ledger = Ledger::default();
-        ledger.0.lock().unwrap().is_quick = true;
-        let world = World::start(ledger, FakeSubnets::new("10.1.0.0/16")).await;
+        let notes = Notes::default();
+        notes.0.lock().unwrap().is_quick = true;
+        let world = World::start(notes, FakeSubnets::new("10.1.0.0/16")).await;
         world.in_sync().await;
         // A put, a replacement and a deletion.
         for public in [Some(7), Some(77), None] {
-            world.ledger.0.lock().unwrap().faults = faults.clone().into();
+            world.notes.0.lock().unwrap().faults = faults.clone().into();
             match public {
                 Some(public) => world.subnets.put("10.1.7.0-24", &format!("192.0.2.{public}")),
                 None => world.subnets.delete("10.1.7.0-24"),
             }
             let expected = public.map_or_else(Vec::new, |public| record(public).into());
-            world.until(|| world.ledger.0.lock().unwrap().faults.is_empty());
-            world.until(|| world.ledger.records() == expected);
+            world.until(|| world.notes.0.lock().unwrap().faults.is_empty());
+            world.until(|| world.notes.records() == expected);
             world.until(|| {
                 let status = world.network.status.borrow();
                 status.in_sync && status.failing.is_empty()
@@ -411,12 +412,12 @@ async fn every_change_of_a_record_may_fail_in_every_way() {
     }
 }
 
-/// The stream of the annex lost the event, and reports only that it lost some.
+/// The stream of the keeper lost the event, and reports only that it lost some.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lost_end_of_a_change_does_not_keep_the_network_from_being_in_sync() {
-    let world = World::start(Ledger::default(), FakeSubnets::new("10.1.0.0/16")).await;
+    let world = World::start(Notes::default(), FakeSubnets::new("10.1.0.0/16")).await;
     let end_unseen = || {
-        let mut entries = world.ledger.0.lock().unwrap();
+        let mut entries = world.notes.0.lock().unwrap();
         let listener = entries.listener.take().unwrap();
         let change = entries.started.pop_front().unwrap();
         entries.end(change, Ok(()));
@@ -426,37 +427,37 @@ async fn a_lost_end_of_a_change_does_not_keep_the_network_from_being_in_sync() {
         entries.is_quick = true;
     };
     world.subnets.put("10.1.7.0-24", "192.0.2.7");
-    world.until(|| !world.ledger.started().is_empty());
+    world.until(|| !world.notes.started().is_empty());
     end_unseen();
     world.in_sync().await;
-    assert_eq!(world.ledger.records(), [RECORD]);
-    world.ledger.0.lock().unwrap().is_quick = false;
+    assert_eq!(world.notes.records(), [RECORD]);
+    world.notes.0.lock().unwrap().is_quick = false;
     world.subnets.delete("10.1.7.0-24");
-    world.until(|| !world.ledger.started().is_empty());
+    world.until(|| !world.notes.started().is_empty());
     world.until(|| !world.network.status.borrow().in_sync);
     end_unseen();
     world.in_sync().await;
-    assert!(world.ledger.records().is_empty());
+    assert!(world.notes.records().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broken_annex_stops_no_snapshot_and_no_event_of_the_kernel() {
-    let ledger = Ledger::default();
-    ledger.0.lock().unwrap().is_broken = true;
+async fn a_broken_record_keeper_stops_no_snapshot_and_no_event_of_the_kernel() {
+    let notes = Notes::default();
+    notes.0.lock().unwrap().is_broken = true;
     let kernel = FakeKernel::with_uplink("eth0");
-    let annex = Arc::new(ledger.clone()) as Arc<dyn Annex>;
-    let with = WithAnnexes::new(Arc::new(kernel.clone()), [annex]);
-    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
+    let keeper = Arc::new(notes.clone()) as Arc<dyn RecordKeeper>;
+    let with = WithRecordKeepers::new(Arc::new(kernel.clone()), [keeper]);
+    let footprint = Footprint { record_keepers: ["notes"].into(), ..Footprint::default() };
     assert!(with.snapshot(&footprint).unwrap().is_empty());
     let mut changes = with.changes().unwrap();
     kernel.add_foreign_link("eth1", &[]);
     let event = changes.next().await.unwrap();
     assert_eq!(event, Invalidation::Link("eth1".parse().unwrap()));
 
-    // The stream of the annex breaks.
-    ledger.0.lock().unwrap().is_broken = false;
+    // The stream of the keeper breaks.
+    notes.0.lock().unwrap().is_broken = false;
     let mut changes = with.changes().unwrap();
-    ledger.0.lock().unwrap().listener = None;
+    notes.0.lock().unwrap().listener = None;
     assert_eq!(changes.next().await.unwrap(), Invalidation::Everything);
     kernel.delete_link("eth1");
     assert_eq!(changes.next().await.unwrap(), event);
@@ -464,39 +465,39 @@ async fn a_broken_annex_stops_no_snapshot_and_no_event_of_the_kernel() {
 
 #[test]
 fn a_cleanup_waits_for_the_end_of_its_changes() {
-    let ledger = Ledger::default();
-    ledger.0.lock().unwrap().is_quick = true;
-    let record = Record::new("ledger", "10.1.7.0/24".parse().unwrap(), "192.0.2.7");
-    ledger.0.lock().unwrap().records.insert(Object::from(record.clone()).key(), record.clone());
+    let notes = Notes::default();
+    notes.0.lock().unwrap().is_quick = true;
+    let record = Record::new("notes", "10.1.7.0/24".parse().unwrap(), "192.0.2.7");
+    notes.0.lock().unwrap().records.insert(Object::from(record.clone()).key(), record.clone());
     let kernel: Arc<dyn Kernel> = Arc::new(FakeKernel::with_uplink("eth0"));
-    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
-    let annexes = || [Arc::new(ledger.clone()) as Arc<dyn Annex>];
-    let with = WithAnnexes::new(Arc::clone(&kernel), annexes()).waiting();
+    let footprint = Footprint { record_keepers: ["notes"].into(), ..Footprint::default() };
+    let record_keepers = || [Arc::new(notes.clone()) as Arc<dyn RecordKeeper>];
+    let with = WithRecordKeepers::new(Arc::clone(&kernel), record_keepers()).waiting();
     let report = cleanup(&with, &footprint, false).unwrap();
     assert_eq!(report.done, [Change::Delete(record.clone().into())]);
-    assert!(report.failed.is_empty() && ledger.records().is_empty());
-    // The kernel refuses the records of an annex that does not exist.
+    assert!(report.failed.is_empty() && notes.records().is_empty());
+    // The kernel refuses the records of a record keeper that does not exist.
     let put = [Change::Put(record.into())];
-    let outcomes = WithAnnexes::new(kernel, None).apply(&footprint, &put);
+    let outcomes = WithRecordKeepers::new(kernel, None).apply(&footprint, &put);
     assert!(matches!(&outcomes[..], [Outcome::Failed(_)]), "{outcomes:?}");
 }
 
 #[test]
 fn a_cleanup_gives_up_on_changes_that_do_not_end() {
-    let ledger = Ledger::default();
+    let notes = Notes::default();
     let subnets = ["10.1.7.0/24", "10.1.8.0/24"].map(|subnet| subnet.parse().unwrap());
-    for record in subnets.map(|subnet| Record::new("ledger", subnet, "")) {
-        ledger.0.lock().unwrap().records.insert(Object::from(record.clone()).key(), record);
+    for record in subnets.map(|subnet| Record::new("notes", subnet, "")) {
+        notes.0.lock().unwrap().records.insert(Object::from(record.clone()).key(), record);
     }
     let kernel: Arc<dyn Kernel> = Arc::new(FakeKernel::with_uplink("eth0"));
-    let footprint = Footprint { annexes: ["ledger"].into(), ..Footprint::default() };
-    let annex = Arc::new(ledger.clone()) as Arc<dyn Annex>;
-    let with = WithAnnexes::new(kernel, [annex]).waiting();
+    let footprint = Footprint { record_keepers: ["notes"].into(), ..Footprint::default() };
+    let keeper = Arc::new(notes.clone()) as Arc<dyn RecordKeeper>;
+    let with = WithRecordKeepers::new(kernel, [keeper]).waiting();
     let report = cleanup(&with, &footprint, false).unwrap();
     let errors: Vec<_> = report.failed.iter().map(|(_, error)| error.clone()).collect();
     assert_eq!(errors, [KernelError::TimedOut, KernelError::TimedOut]);
-    assert!(report.done.is_empty() && ledger.records().len() == 2);
+    assert!(report.done.is_empty() && notes.records().len() == 2);
     // Both waits together take no longer than the time limit.
-    let waits = std::mem::take(&mut ledger.0.lock().unwrap().waits);
-    assert!(waits[1] < waits[0] && waits[0] <= WithAnnexes::PATIENCE, "{waits:?}");
+    let waits = std::mem::take(&mut notes.0.lock().unwrap().waits);
+    assert!(waits[1] < waits[0] && waits[0] <= WithRecordKeepers::PATIENCE, "{waits:?}");
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use flannel_core::Subnet;
-use flannel_core::kernel::{Annex, Changes, Invalidation, KernelError, Outcome};
+use flannel_core::kernel::{Changes, Invalidation, KernelError, Outcome, RecordKeeper};
 use flannel_core::object::{Change, Key, Record};
 use flannel_core::runtime::lock;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -24,10 +24,10 @@ use crate::commands::task::{Names, Of, Task};
 
 /// The most commands at a time.
 const AT_ONCE: usize = 8;
-/// The longest time of the command that removes the task of this node, when the annex stops.
+/// The longest time of the command that removes the task of this node, when the keeper stops.
 const STOP: Duration = Duration::from_secs(10);
 
-/// An annex whose records are [tasks](Task). Clones are handles of the same annex.
+/// A record keeper whose records are [tasks](Task). Clones are handles of the same keeper.
 #[derive(Clone)]
 pub struct Commands(Arc<Shared>);
 
@@ -48,9 +48,9 @@ struct Shared {
 }
 
 impl Commands {
-    /// An annex that keeps its tasks in `dir`, one file for each; `None`: in memory only. The
-    /// directory is made with the first task; its parent must exist. One annex at a time may use
-    /// it: [`Annexes`](crate::commands::Annexes) sees to that.
+    /// A record keeper that keeps its tasks in `dir`, one file for each; `None`: in memory only.
+    /// The directory is made with the first task; its parent must exist. One keeper at a time may
+    /// use it: [`Keepers`](crate::commands::Keepers) sees to that.
     pub fn new(names: Names, dir: Option<PathBuf>) -> Self {
         let inner = Mutex::new(Queue { files: Files::new(dir), ..Queue::default() });
         Self(Arc::new(Shared {
@@ -62,7 +62,7 @@ impl Commands {
         }))
     }
 
-    /// Whether it was stopped, so that its directory is free for another annex.
+    /// Whether it was stopped, so that its directory is free for another keeper.
     pub(super) fn has_ended(&self) -> bool {
         self.0.has_ended.load(Ordering::Acquire)
     }
@@ -92,7 +92,7 @@ impl Commands {
         {
             let (subnet, change) = (job.subnet, job.wanted.change.clone());
             let commands = self.clone();
-            let thread = std::thread::Builder::new().name(self.0.names.annex.into());
+            let thread = std::thread::Builder::new().name(self.0.names.keeper.into());
             inner.running += 1;
             if let Err(error) = thread.spawn(move || commands.run(job)) {
                 let stored = inner.entries.get(&subnet).and_then(|entry| entry.stored.clone());
@@ -167,9 +167,9 @@ impl Commands {
     }
 }
 
-impl Annex for Commands {
+impl RecordKeeper for Commands {
     fn name(&self) -> &'static str {
-        self.0.names.annex
+        self.0.names.keeper
     }
 
     fn records(&self) -> Result<Vec<Record>, KernelError> {
@@ -178,7 +178,7 @@ impl Annex for Commands {
         let record = |(subnet, entry): (&Subnet, &Entry)| {
             let Stored { task, state } = entry.stored.as_ref()?;
             let in_place = *state == Progress::Done;
-            Some(task.record_with(self.0.names.annex, *subnet, in_place))
+            Some(task.record_with(self.0.names.keeper, *subnet, in_place))
         };
         Ok(there.filter_map(record).collect())
     }
@@ -194,7 +194,7 @@ impl Annex for Commands {
         };
         let mut outcomes = Vec::with_capacity(changes.len());
         for change in changes {
-            outcomes.push(match Wanted::new(change, self.0.names.annex) {
+            outcomes.push(match Wanted::new(change, self.0.names.keeper) {
                 Ok((subnet, wanted)) => {
                     inner.want(subnet, wanted);
                     Outcome::Started
@@ -241,9 +241,9 @@ impl Annex for Commands {
     }
 
     fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError> {
-        let Key::Record(annex, subnet) = key else { return Err(KernelError::new(EINVAL)) };
-        if *annex != self.0.names.annex {
-            return Err(of_another(annex, self.0.names.annex));
+        let Key::Record(keeper, subnet) = key else { return Err(KernelError::new(EINVAL)) };
+        if *keeper != self.0.names.keeper {
+            return Err(of_another(keeper, self.0.names.keeper));
         }
         let end = Instant::now() + timeout;
         let mut inner = self.open()?;

@@ -4,9 +4,9 @@ use std::fmt;
 
 /// A sorted map. With the value type `()` it is a sorted set. A clone is O(1).
 #[derive(Clone, PartialEq, Eq)]
-pub struct Listing<K: Ord, V = ()>(imbl::OrdMap<K, V>);
+pub struct SortedMap<K: Ord, V = ()>(imbl::OrdMap<K, V>);
 
-impl<K: Ord + Clone, V: Clone> Listing<K, V> {
+impl<K: Ord + Clone, V: Clone> SortedMap<K, V> {
     /// The value of `key`; `None` if there is no entry.
     pub fn get(&self, key: &K) -> Option<&V> {
         self.0.get(key)
@@ -77,19 +77,19 @@ impl<K: Ord + Clone, V: Clone> Listing<K, V> {
     }
 }
 
-impl<K: Ord, V> Default for Listing<K, V> {
+impl<K: Ord, V> Default for SortedMap<K, V> {
     fn default() -> Self {
         Self(imbl::OrdMap::new())
     }
 }
 
-impl<K: Ord + Clone, V: Clone> FromIterator<(K, V)> for Listing<K, V> {
+impl<K: Ord + Clone, V: Clone> FromIterator<(K, V)> for SortedMap<K, V> {
     fn from_iter<I: IntoIterator<Item = (K, V)>>(all: I) -> Self {
         Self(all.into_iter().collect())
     }
 }
 
-impl<K: Ord + fmt::Debug, V: fmt::Debug> fmt::Debug for Listing<K, V> {
+impl<K: Ord + fmt::Debug, V: fmt::Debug> fmt::Debug for SortedMap<K, V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_map().entries(self.0.iter()).finish()
     }

@@ -1,5 +1,5 @@
-//! The guard of a tunnel, as an annex: its records are the peers of the subnets, and the ends of
-//! the tunnel here.
+//! The guard of a tunnel, as a record keeper: its records are the peers of the subnets, and the
+//! ends of the tunnel here.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use flannel_core::address::Family;
 use flannel_core::kernel::{
-    Annex, Changes, Invalidation, KernelError, LongDrops, Outcome, Refused,
+    Changes, Invalidation, KernelError, LongDrops, Outcome, RecordKeeper, Refused,
 };
 use flannel_core::object::{Change, Key, Object, Record};
 use flannel_core::remedy::Trouble;
@@ -38,7 +38,7 @@ const CHANGED: &str = ", changed by another program";
 /// others, such as pods, that this node would send to the tunnels of nodes: masqueraded, they would
 /// look like this node's.
 ///
-/// The kernel takes packets of a tunnel from every host. This annex keeps a table of nf_tables
+/// The kernel takes packets of a tunnel from every host. This keeper keeps a table of nf_tables
 /// (`inet flannel-NAME`) that drops or counts the wrong ones. Its records are the ends of the
 /// tunnel ([`Self::tunnel`]), one in each family, and the peers ([`Self::peer`]). Without an end it
 /// refuses nothing. With an end and without peers it refuses everything.
@@ -49,7 +49,7 @@ const CHANGED: &str = ", changed by another program";
 /// checked. Packets that travel without the tunnel are not its matter.
 ///
 /// Needs `CAP_NET_ADMIN`. Each call works in the network namespace of its thread. Clones are the
-/// same annex.
+/// same keeper.
 #[derive(Clone)]
 pub struct Guard {
     name: &'static str,
@@ -66,7 +66,7 @@ pub struct Guard {
 struct Kernel {
     tag: u8,
     socket: Option<NetfilterSocket>,
-    /// The table as this annex left it; `None`: it must be read.
+    /// The table as this keeper left it; `None`: it must be read.
     placed: Option<Option<Found>>,
     /// The values of the table at the last look or change, without peers; `None`: there was no
     /// table.
@@ -125,7 +125,7 @@ struct Report {
 }
 
 impl Guard {
-    /// The annex with this name. The table has the same name after `flannel-`. Guards of one host
+    /// The keeper with this name. The table has the same name after `flannel-`. Guards of one host
     /// have different names.
     pub fn new(name: &'static str) -> Self {
         // Marks of several tunnels differ, so that no packet passes with the mark of another one.
@@ -156,8 +156,8 @@ impl Guard {
         self.with_kernel(|kernel| kernel.commit(trial)).map_err(|error| self.about(error))
     }
 
-    /// Notes why packets that the config wants refused are not, for [`Annex::refused`]; `None`:
-    /// they are, or the config does not want it.
+    /// Notes why packets that the config wants refused are not, for [`RecordKeeper::refused`];
+    /// `None`: they are, or the config does not want it.
     pub fn note_unable(&self, why: Option<String>) {
         self.report().unable = why;
     }
@@ -332,7 +332,7 @@ impl Kernel {
     }
 }
 
-impl Annex for Guard {
+impl RecordKeeper for Guard {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -369,7 +369,7 @@ impl Annex for Guard {
         Ok(Box::new(Events { table: Arc::clone(&self.table), events }))
     }
 
-    /// Changes end before [`Annex::apply`] returns.
+    /// Changes end before [`RecordKeeper::apply`] returns.
     fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
         Ok(())
     }
