@@ -72,7 +72,7 @@ fn honest(n: u8) -> Arc<Lease> {
         kind: kind.into(),
         data: Dual { v4: Some(data.into()), v6: None },
     };
-    let mac = MacAddr::naming(public);
+    let mac = MacAddr::derived_from(public);
     let preferred = offer("vxlan", format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#));
     let key = PublicKey([n; 32]);
     let others = [offer("wireguard", format!(r#"{{"PublicKey":"{key}","Port":51820}}"#))];

@@ -140,9 +140,10 @@ pub enum ProblemCause {
         /// Why.
         rejection: RejectionReport,
     },
-    /// More leases are rejected than have a problem each.
+    /// Further leases are rejected. Only the first few rejected leases have a problem of their own
+    /// ([`Self::LeaseRejected`]).
     MoreLeasesRejected {
-        /// The number of further ones.
+        /// The number of rejected leases without a problem of their own.
         more: u64,
     },
     /// Several nodes have one public address.
@@ -300,9 +301,10 @@ impl ProblemCause {
                 "the subnet file is not written yet: the firewall rule of RequireEncryption comes \
                  first, and until it is in place, no route to another node is made either",
             ),
-            Self::NoSubnetFile { .. } => {
-                f.write_str("the subnet file is not written yet: firewall rules come first")
-            }
+            Self::NoSubnetFile { .. } => f.write_str(
+                "the subnet file is not written yet: the daemon waits at most 5 s for the \
+                     firewall rules and for this node's devices and addresses",
+            ),
             Self::LeaseNotHeld { lease, loss } => {
                 write!(f, "this node does not hold its lease {lease}: {loss}")
             }
@@ -316,8 +318,8 @@ impl ProblemCause {
             ),
             Self::RebuildBlocked { reason } => write!(
                 f,
-                "the network is due to be rebuilt, and stays as it is, because no other one can be \
-                 built: {reason}"
+                "the network must be rebuilt, but no new network can be built. The running network \
+                 stays: {reason}"
             ),
             Self::InterfaceChanged { reason } => write!(
                 f,

@@ -303,7 +303,9 @@ pub struct SubnetsReport {
 pub struct RepairsReport {
     /// The number of repairs since the daemon's start.
     pub total: u64,
-    /// The last few, newest first. Behind them are earlier ones, at least a second apart.
+    /// The latest repairs, newest first: the last 16, then at most 16 earlier ones. Each of the
+    /// earlier ones was made at least a second after the one before it, so that a burst of repairs
+    /// does not hide all others.
     pub last: Vec<RepairReport>,
 }
 

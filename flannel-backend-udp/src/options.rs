@@ -33,7 +33,8 @@ pub struct Options {
     pub path: Path,
 }
 
-/// The code that moves the packets of a node. Nodes with different ones understand each other.
+/// What moves packets between pods and UDP datagrams on this node: the kernel or a process. The
+/// datagrams are the same, so nodes with different values work together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Path {

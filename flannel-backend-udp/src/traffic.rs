@@ -70,18 +70,19 @@ fn problem(reason: &str, options: &Options, status: &Status) -> Option<Trouble> 
         "foreign_node" => {
             let text = match &status.foreign {
                 Some(packet) => format!(
-                    "packets of {} come from {} and not from their node, {}",
+                    "packets with the source {} were sent by {} and not by their node, {}",
                     packet.source, packet.host, packet.node
                 ),
-                None => "packets of nodes come from other addresses than theirs".to_owned(),
+                None => "packets arrive that are not sent by the node of their source address"
+                    .to_owned(),
             };
             let off = Remedy::PatchConfig("{\"Backend\": {\"SourceCheck\": false}}".to_owned());
             Trouble::new(
                 format!(
-                    "{text}, and are dropped: a host forges them, or it is the node behind a NAT, \
-                     and does not answer at its public address"
+                    "{text}, and are dropped: a host forges them, or a NAT changes the address of \
+                     the node, and the node does not answer at its public address"
                 ),
-                off.remark("only if a NAT does it"),
+                off.remark("only if a NAT is the cause: it accepts packets of every host"),
             )
         }
         "foreign_source" => Trouble::new(
@@ -186,10 +187,14 @@ mod tests {
         let problems = look(1000, 5);
         let [Trouble { text, remedy }] = &problems[..] else { panic!("{problems:?}") };
         assert!(text.starts_with(
-            "packets of 10.1.8.3 come from 192.0.2.99 and not from their node, 192.0.2.8, and are"
+            "packets with the source 10.1.8.3 were sent by 192.0.2.99 and not by their node, \
+             192.0.2.8, and are"
         ));
         let off = Remedy::PatchConfig(r#"{"Backend": {"SourceCheck": false}}"#.to_owned());
-        assert_eq!(*remedy, off.remark("only if a NAT does it"));
+        assert_eq!(
+            *remedy,
+            off.remark("only if a NAT is the cause: it accepts packets of every host")
+        );
         assert_eq!(look(1300, 5).len(), 1);
         assert_eq!(look(1311, 5), []);
     }

@@ -24,7 +24,8 @@ use plan::VxlanPlan;
 /// 70 for IPv6. The MTU of pods is the smallest over the enabled families.
 ///
 /// **Source**: flannel `pkg/backend/vxlan`. Different on purpose:
-/// - IPv6 costs 70 bytes, not 50.
+/// - The MTU of the IPv6 device is the MTU of the underlay less 70 bytes. Go flannel subtracts 50
+///   bytes.
 /// - The source of the tunnel is the address of the interface, not the public address, which the
 ///   host may not have.
 /// - An existing device is changed in place if the kernel can do that.
@@ -192,7 +193,7 @@ async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Resul
             // The address of an assigned lease stays as it was written.
             named: public[family]
                 .filter(|ip| !is_assigned && own_addresses.contains(&Some(*ip)))
-                .map(MacAddr::naming),
+                .map(MacAddr::derived_from),
         };
         let mac = mac::choose(&candidates, &seed, &taken);
         taken.insert(mac);

@@ -2,9 +2,9 @@
 //! existing device keeps its address if possible. If it changes, the kernel deletes the neighbours
 //! of the device, and they are put again.
 //!
-//! A new device gets the address that names the public address of the node ([`MacAddr::naming`]).
-//! No other lease can take that address from it. Any other address is taken by a lease that was
-//! created earlier.
+//! A new device gets the address that names the public address of the node
+//! ([`MacAddr::derived_from`]). No other lease can take that address from it. Any other address is
+//! taken by a lease that was created earlier.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -88,7 +88,7 @@ pub(crate) fn choose(candidates: &Candidates, seed: &str, taken: &BTreeSet<MacAd
 /// Whether an address names another public IPv4 address than `named` does. The node that has that
 /// public address now would take it.
 fn names_another(mac: MacAddr, named: Option<MacAddr>) -> bool {
-    let prefix = MacAddr::naming(IpAddr::from([0, 0, 0, 0])).0[..2].to_vec();
+    let prefix = MacAddr::derived_from(IpAddr::from([0, 0, 0, 0])).0[..2].to_vec();
     let names_v4 = |mac: MacAddr| mac.0.starts_with(&prefix);
     named.is_some_and(|named| names_v4(named) && names_v4(mac) && mac != named)
 }
@@ -134,7 +134,7 @@ mod tests {
     #[test]
     fn a_new_device_and_one_whose_mac_is_taken_get_the_mac_that_names_the_address() {
         let [a, b] = [1, 2].map(|n| MacAddr::local([n; 6]));
-        let named = MacAddr::naming([192, 0, 2, 7].into());
+        let named = MacAddr::derived_from([192, 0, 2, 7].into());
         let choose = |published, device, taken: &[MacAddr]| {
             let of = Candidates { published, device, named: Some(named) };
             choose(&of, "seed", &taken.iter().copied().collect())
@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(choose(Some(a), Some(b), &[a]), b);
         assert_eq!(choose(Some(a), Some(b), &[a, b]), named);
         assert_eq!(choose(None, None, &[named]), named, "a copy cannot take it");
-        let former = MacAddr::naming([192, 0, 2, 9].into());
+        let former = MacAddr::derived_from([192, 0, 2, 9].into());
         assert_eq!(choose(Some(former), Some(former), &[]), named, "another node may have it");
     }
 

@@ -318,12 +318,12 @@ async fn the_mac_of_a_new_device_names_the_address_that_peers_see() {
         let subnets = FakeSubnets::with_config(DUAL);
         subnets.set_hints(Hints { advertised: advertised(texts), ..Hints::default() });
         // The other node with this private address.
-        let named = own.map(|text| MacAddr::naming(text.parse().unwrap()).to_string());
+        let named = own.map(|text| MacAddr::derived_from(text.parse().unwrap()).to_string());
         let other = peer(["203.0.113.7", "2001:db8:9::7"], [&named[0], &named[1]]);
         subnets.put_attrs("10.1.9.0-24&fd00:1:0:9::-64", other);
         let attrs = register(&kernel, &subnets).await.unwrap().handle().lease.attrs.clone();
         for (family, (text, own)) in Family::BOTH.into_iter().zip(texts.into_iter().zip(own)) {
-            let expected = MacAddr::naming(text.unwrap_or(own).parse().unwrap()).to_string();
+            let expected = MacAddr::derived_from(text.unwrap_or(own).parse().unwrap()).to_string();
             let data = attrs.preferred.data[family].as_deref().unwrap();
             assert!(data.contains(&expected), "{texts:?} {family}: {data}");
         }

@@ -36,9 +36,10 @@ pub fn all() -> Backends {
         .with(Arc::new(Alloc))
 }
 
-/// Replaces `ipip`, a tunnel without ports, in these backends by a new value that takes packets
-/// from every host, unless the config has `SourceCheck`.
-pub fn without_guard_of_protocols(backends: Backends) -> Backends {
+/// The same backends, but `ipip` accepts tunnel packets from every host by default. A `SourceCheck`
+/// in the config still applies. `ipip` is the only backend here whose tunnel has no ports.
+/// `flanneld` uses this for `--tunnel-peers-only=false`.
+pub fn with_ipip_check_off(backends: Backends) -> Backends {
     let ipip: Arc<dyn Backend> = Arc::new(Guarded::new(Ipip, IPIP_GUARD, Usual::Off));
     backends.replacing(&ipip)
 }
@@ -60,7 +61,7 @@ mod tests {
 
     #[test]
     fn every_tunnel_that_takes_packets_of_strangers_has_the_option_of_its_guard() {
-        for backends in [super::all(), super::without_guard_of_protocols(super::all())] {
+        for backends in [super::all(), super::with_ipip_check_off(super::all())] {
             let has_check = |kind| {
                 backends.find(kind).unwrap().option_names().unwrap().contains(&"SourceCheck")
             };

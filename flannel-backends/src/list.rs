@@ -67,8 +67,9 @@ impl Backends {
         backend.and_then(|backend| backend.datapath(config).ok()).unwrap_or_default()
     }
 
-    /// The types in leases of the backends that encrypt: with the options of `config` for its own
-    /// backend, without options for the others.
+    /// The lease types of the backends in this list that encrypt. Whether a backend encrypts may
+    /// depend on its options. The backend that `config` names is judged by its options there, and
+    /// all others by empty options.
     pub fn encrypted_types(&self, config: &Config) -> BTreeSet<&'static str> {
         let encrypts = |backend: &&Arc<dyn Backend>| {
             let mut config = config.clone();

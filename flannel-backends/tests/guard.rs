@@ -227,7 +227,7 @@ fn values_that_the_option_does_not_have_are_refused() {
 #[test]
 fn a_node_can_switch_the_default_of_ipip_off() {
     in_netns_async(|| async {
-        let backends = flannel_backends::without_guard_of_protocols(flannel_backends::all());
+        let backends = flannel_backends::with_ipip_check_off(flannel_backends::all());
         for (option, expected) in [("", false), (r#","SourceCheck":true"#, true)] {
             let text = config(&format!(r#"{{"Type":"ipip"{option}}}"#));
             let subnets = FakeSubnets::with_config(&text);

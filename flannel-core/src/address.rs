@@ -5,7 +5,7 @@ mod subnet;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use crate::text::{QUOTED, shorten};
+use crate::text::{MAX_VALUE_CHARS, shorten};
 
 pub use subnet::Subnet;
 pub(crate) use subnet::parse_len;
@@ -178,6 +178,6 @@ pub struct ParseError {
 
 impl ParseError {
     pub(crate) fn new(text: &str, expected: impl Into<String>) -> Self {
-        Self { text: shorten(text, QUOTED).into_owned(), expected: expected.into() }
+        Self { text: shorten(text, MAX_VALUE_CHARS).into_owned(), expected: expected.into() }
     }
 }

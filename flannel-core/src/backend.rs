@@ -123,9 +123,10 @@ pub struct Node<'a> {
     pub kernel: &'a Arc<dyn Kernel>,
     /// Its secrets.
     pub secrets: &'a dyn Secrets,
-    /// Why nothing checks the packets of a tunnel in the kernel ([`SourceCheck`]); `None` if a
-    /// guard does, or if the config does not want it. A backend that can check them itself does so
-    /// without a guard. `flannel_firewall::Guarded` sets it.
+    /// The reason why the kernel does not check the sources of tunnel packets ([`SourceCheck`]).
+    /// `flannel_firewall::Guarded` sets it. It is `None` if the kernel checks them, or if the check
+    /// is off. Without `Guarded` it is always `Some`. If it is `Some`, a backend that can check the
+    /// sources itself should do so.
     pub unguarded: Option<&'a str>,
     subnets: &'a dyn SubnetManager,
 }

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use crate::text::{QUOTED, shorten};
+use crate::text::{MAX_VALUE_CHARS, shorten};
 
 /// A field of a JSON object is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -22,7 +22,7 @@ pub struct FieldError {
 
 impl FieldError {
     fn new(field: String, value: &dyn fmt::Display, expected: String) -> Self {
-        let value = shorten(&value.to_string(), QUOTED).into_owned();
+        let value = shorten(&value.to_string(), MAX_VALUE_CHARS).into_owned();
         Self { field, value, expected }
     }
 }

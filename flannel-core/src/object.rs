@@ -88,8 +88,8 @@ macro_rules! object_kinds {
 
             /// Whether its identity names what the object leads to, so that every other definition
             /// of the same key is wrong. See [`Fdb::is_named`].
-            pub fn is_named(&self) -> bool {
-                matches!(self, Self::Fdb(entry) if entry.is_named())
+            pub fn is_derived(&self) -> bool {
+                matches!(self, Self::Fdb(entry) if entry.is_derived())
             }
 
             /// Its kind.

@@ -57,7 +57,7 @@ pub struct Status {
     pub repaired: u64,
     /// Repairs so far by kind and damage.
     pub repairs: BTreeMap<(ObjectKind, Damage), u64>,
-    /// The last repairs, oldest first: [`Status::LAST_REPAIRS`], and before them as many earlier
+    /// The last repairs, oldest first: [`Status::NEWEST_REPAIRS`], and before them as many earlier
     /// ones, each at least a second after the one before it.
     pub last_repairs: Vec<Arc<Repair>>,
     /// For each change because of leases: the time from their arrival to the kernel's answer.
@@ -65,8 +65,9 @@ pub struct Status {
 }
 
 impl Status {
-    /// Half the greatest length of [`Status::last_repairs`].
-    pub const LAST_REPAIRS: usize = 16;
+    /// The number of newest repairs that [`Status::last_repairs`] always keeps. It keeps at most as
+    /// many older ones, so its length is at most twice this number.
+    pub const NEWEST_REPAIRS: usize = 16;
 }
 
 /// A change that the kernel refuses.

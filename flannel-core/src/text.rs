@@ -2,11 +2,13 @@
 
 use std::borrow::Cow;
 
-/// The number of characters of a value in a message that is longer.
-pub const QUOTED: usize = 120;
+/// The largest number of characters of a value that a message quotes. A longer value is cut with
+/// [`shorten`].
+pub const MAX_VALUE_CHARS: usize = 120;
 
-/// The number of characters of a reason that is longer: it may quote several values.
-pub const REASON: usize = 480;
+/// The largest number of characters of a reason. It is larger than the limit of a value, because a
+/// reason may quote several values.
+pub const MAX_REASON_CHARS: usize = 480;
 
 /// The first `most` characters of a text, and `…` if it has more. Another party may have written
 /// the text, so that it has any size.

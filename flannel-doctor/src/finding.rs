@@ -8,7 +8,8 @@ use flannel_core::remedy::Trouble;
 
 use crate::remedy::render;
 
-/// What a finding contradicts.
+/// The check that made a finding. The text of each variant is the condition that holds if the check
+/// finds nothing.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Check {

@@ -1,8 +1,9 @@
 //! Probes the path to each peer of a flannel network, and keeps the latest result.
 //!
-//! - Each peer is probed at least once in an interval, 5 minutes by default, and at least four
-//!   probes are sent each second, but none of a path within a second of its last one. So the cost
-//!   on a node is bounded, whatever the number of peers.
+//! - Each path is probed about once in an interval, 5 minutes by default. With few paths, each is
+//!   probed more often, at a rate of up to four probes a second in all. No path is probed twice
+//!   within a second. Paths that are new or have lost echoes get further probes, at most at the
+//!   same rate. So the cost on a node is bounded, whatever the number of peers.
 //! - A probe is three ICMP echoes: a small one and one of full size to the tunnel address, and a
 //!   small one to the public address. While the route has a lower MTU, there is one of that size
 //!   too. The kernel of the peer answers, so a Go node is probed too. A peer without a tunnel gets

@@ -55,7 +55,8 @@ pub fn slow_store(
             let endpoints = endpoints.join(",");
             Remedy::run(format!("etcdctl --endpoints {endpoints} endpoint status -w table"))
                 .remark(
-                    "is one down, or slow? else its disk or its network is slow, or this host's",
+                    "is an etcd member down or slow? if not, the disk or the network of a member \
+                     may be slow, or the network of this host",
                 )
                 .remark("if a DB SIZE is large: etcdctl defrag, one member at a time")
         }
@@ -88,8 +89,9 @@ mod tests {
                 &etcd,
                 Lock::Free,
                 "etcd:http://a:2379 does not answer within 1 s | etcdctl --endpoints http://a:2379 \
-                 endpoint status -w table # is one down, or slow? else its disk or its network is \
-                 slow, or this host's; if a DB SIZE is large: etcdctl defrag, one member at a time",
+                 endpoint status -w table # is an etcd member down or slow? if not, the disk or \
+                 the network of a member may be slow, or the network of this host; if a DB SIZE is \
+                 large: etcdctl defrag, one member at a time",
             ),
             (
                 "dir:/srv/flannel",

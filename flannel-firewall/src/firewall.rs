@@ -186,7 +186,7 @@ impl Firewall {
     fn should_remove_others(&self) -> bool {
         let status = self.status.borrow();
         let may_retry = status.checks.is_power_of_two() || status.checks.is_multiple_of(RARELY);
-        !status.others_removed && (status.leftovers.is_empty() || may_retry)
+        !status.old_rules_gone && (status.leftovers.is_empty() || may_retry)
     }
 
     /// Removes rules of flannel that this firewall does not keep.
@@ -208,7 +208,7 @@ impl Firewall {
                     changed = true;
                 }
             }
-            status.others_removed = failed.is_empty();
+            status.old_rules_gone = failed.is_empty();
             status.leftovers = failed.into_iter().map(Arc::new).collect();
             changed
         });

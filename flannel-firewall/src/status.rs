@@ -29,9 +29,10 @@ pub struct Status {
     pub last_repair: Option<Repair>,
     /// Why the rules are not in place, or `None` if they are, or before the first check.
     pub failure: Option<Failure>,
-    /// Whether no rules of an earlier flannel are left in another mode. False until that is
-    /// checked, which happens when the rules are in place.
-    pub others_removed: bool,
+    /// True after the firewall has removed all rules of an earlier flannel that it does not keep
+    /// itself, for example the rules of the other mode. It tries this only when its own rules are
+    /// in place. It is false before, and while such rules may be left ([`Self::leftovers`]).
+    pub old_rules_gone: bool,
     /// Why such rules were not removed. Empty if they were. The next attempts become rarer.
     pub leftovers: Vec<Arc<Error>>,
     /// Whether another program has put its rules before the jump to the rules about encryption

@@ -46,7 +46,8 @@ pub struct Rule {
     pub dst: Option<Subnet>,
     /// The device on which its packets arrive, or `None` for any device.
     pub iif: Option<String>,
-    /// The share of forwarded packets without a mark that its other selectors match.
+    /// How many forwarded packets without a mark match the selectors of the rule that have no field
+    /// here, such as TOS, protocol, ports and mark. [`Share::All`] if there is no such selector.
     pub rest: Share,
     /// Routes with a prefix of at most this length are ignored in its table
     /// (`suppress_prefixlength`).

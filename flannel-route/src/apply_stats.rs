@@ -40,12 +40,12 @@ impl ApplyStats {
         last_repairs.push(Arc::new(repair));
         // One of each second stays longer, so that one flush of all objects does not hide earlier
         // ones.
-        let Some(n) = last_repairs.len().checked_sub(Status::LAST_REPAIRS + 1) else { return };
+        let Some(n) = last_repairs.len().checked_sub(Status::NEWEST_REPAIRS + 1) else { return };
         let before = n.checked_sub(1).map(|before| last_repairs[before].at);
         let apart = before.map(|before| last_repairs[n].at.duration_since(before));
         if apart.is_some_and(|apart| apart.is_ok_and(|apart| apart < APART)) {
             last_repairs.remove(n);
-        } else if n >= Status::LAST_REPAIRS {
+        } else if n >= Status::NEWEST_REPAIRS {
             last_repairs.remove(0);
         }
     }

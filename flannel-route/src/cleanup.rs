@@ -244,7 +244,10 @@ impl Cleanup {
     fn unless_used(&mut self, nexthop: Nexthop, users: &BTreeMap<u32, String>) -> Option<Change> {
         let change = Change::Delete(nexthop.into());
         let Some(user) = users.get(&nexthop.id) else { return Some(change) };
-        let detail = format!("{user} is not ours and would go with it: delete that first");
+        let detail = format!(
+            "{user} belongs to another program, and the kernel would delete it together with this \
+             nexthop object: delete it first, then run the cleanup again"
+        );
         self.failed.push((change, KernelError::explained(EBUSY, detail)));
         None
     }

@@ -69,9 +69,9 @@ impl Host {
     ///
     /// Neither `join` nor the network renews the lease. The caller runs
     /// [`SubnetManager::hold_lease`] with the lease of the network's handle, at the same time as
-    /// [`Network::run`](flannel_core::Network::run). If it returns, the caller drops `run`. A
-    /// lapsed lease is not held. The [front page](crate#the-lease) lists the other futures that a
-    /// caller may run.
+    /// [`Network::run`](flannel_core::Network::run). When `hold_lease` returns, the caller drops
+    /// the future of `run`. Do not call `hold_lease` for a lapsed lease ([`JoinOptions::lapsed`]).
+    /// The [front page](crate#the-lease) lists the other futures that a caller may run.
     ///
     /// # Errors
     /// The backend refuses the config or the host, or the lease cannot be acquired

@@ -43,8 +43,9 @@ pub struct EngineOptions {
     /// Gives routes to the subnets of peers the MTUs in this channel. A route without an entry has
     /// the MTU that its backend defines, or its device's.
     pub path_mtus: Option<watch::Receiver<PathMtus>>,
-    /// Names the peers with which an encrypted tunnel has completed a handshake. Until then, a peer
-    /// that offers another backend of this network too is reached by that one.
+    /// The subnets of the peers whose encrypted tunnel has completed a handshake. A peer may be
+    /// missing here and offer another backend of this network too. Packets to it then take that
+    /// other backend.
     pub handshakes: Option<watch::Receiver<Handshakes>>,
     /// Names the processes that change objects of this network, in its status and the log. If it is
     /// `None`, only the port ids of their netlink sockets are known. It may be the

@@ -130,10 +130,11 @@ impl NodeBackends {
         }
     }
 
-    /// Leaves out the backends that cannot be built now, except the `target`. The rest is what the
-    /// node runs: if no other backend is offered, the target is. The second part has the backends
-    /// that were left out, as ones that are not offered. The record keeps them ([`Self::add`]),
-    /// because they may be built later, or have devices to remove.
+    /// Splits the backends into those that this node can run now and those that it leaves out. A
+    /// backend is left out if `is_broken` returns true for it and it is not the `target`. Returns
+    /// both groups, the running ones first. If no running backend is offered, the target becomes
+    /// the offered one. The backends that are left out are marked as not offered. Keep them and add
+    /// them again with [`Self::add`]: they may work later, or have devices to remove.
     pub fn without(
         &self,
         target: &str,

@@ -89,11 +89,12 @@ pub enum EtcdOptionsError {
     Endpoints(String),
     /// One of two options that belong together is missing.
     #[error("{has}: {value}is given without {lacks}; expected both or neither")]
-    Half {
+    MissingPartner {
         /// The option that is set, as Go flannel calls it.
         has: &'static str,
-        /// Its file or name and a space. It is empty for a password and for a credential as a
-        /// value.
+        /// The value of the option that is set, as the message shows it: a file or a quoted user
+        /// name, followed by a space. Empty for a password, and for a credential that is not a
+        /// file, because these are secret.
         value: String,
         /// The option that is missing.
         lacks: &'static str,
@@ -169,10 +170,10 @@ struct Given {
 fn check_both(one: Given, other: Given) -> Result<(), EtcdOptionsError> {
     match (one.value, other.value) {
         (Some(value), None) => {
-            Err(EtcdOptionsError::Half { has: one.field, value, lacks: other.field })
+            Err(EtcdOptionsError::MissingPartner { has: one.field, value, lacks: other.field })
         }
         (None, Some(value)) => {
-            Err(EtcdOptionsError::Half { has: other.field, value, lacks: one.field })
+            Err(EtcdOptionsError::MissingPartner { has: other.field, value, lacks: one.field })
         }
         (Some(_), Some(_)) | (None, None) => Ok(()),
     }

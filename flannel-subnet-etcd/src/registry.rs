@@ -44,11 +44,12 @@ use crate::options::EtcdOptions;
 /// - **Errors** that only an operator can resolve (a wrong password, a missing permission, a
 ///   certificate that no endpoint accepts) are returned at once as [`Error::Refused`]. All others
 ///   are [`Error::Store`].
-/// - **Fencing** depends on etcd's lessor. Before 3.4.31 and 3.5.13 a leader that was replaced
-///   without knowing it may still confirm a renewal. The time for which it was frozen must then be
-///   less than a thousandth of the time to live (86 s of a day), by which ownership ends early. An
-///   etcd that was restored from a backup does not know later changes: until every holder has
-///   listed again, a subnet that was released after the backup may have two holders.
+/// - **Fencing** depends on etcd's lessor. Before 3.4.31 and 3.5.13, a leader that was frozen and
+///   replaced may still confirm a renewal. A node ends its ownership early, by a thousandth of the
+///   time to live (86 s of a day). So two nodes do not own one subnet if the leader was frozen for
+///   less than that. An etcd that was restored from a backup does not know later changes: until
+///   every holder has listed again, a subnet that was released after the backup may have two
+///   holders.
 /// - **Memory.** A list is read in pages at one revision. Values above
 ///   [`LARGEST_VALUE`](flannel_core::lease::LARGEST_VALUE) are dropped page by page, and the leases
 ///   of a list have at most 64 MiB in all. A watch ends after 64 MiB of values or 65,536 skipped

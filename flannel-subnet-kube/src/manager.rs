@@ -188,8 +188,9 @@ impl SubnetManager for KubeManager {
         self.shared.options.node_condition
     }
 
-    /// Published as the node's condition `NetworkUnavailable`. On a start without a datapath in
-    /// place, a false condition of an earlier boot is set to true.
+    /// The readiness is published as the node's condition `NetworkUnavailable`. The report
+    /// [`Readiness::Starting`] without a datapath in place sets the condition to `True` if it is
+    /// `False`. Such a value is left from before the host was restarted.
     async fn report(&self, readiness: &Readiness) -> Result<()> {
         if !self.publishes_readiness() {
             return Ok(());

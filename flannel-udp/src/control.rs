@@ -136,8 +136,9 @@ pub struct Status {
     /// The options of the data plane. `None` if no data plane runs, or if its device is gone or has
     /// another name. [`Options::local`] has only the addresses that could be used.
     pub options: Option<Options>,
-    /// The number of sockets that keep other processes from the port. They follow the lock of the
-    /// device in the descriptors of a hand-over. 0 if one socket receives for all queues.
+    /// The number of sockets that keep other processes from binding the port. [`Request::HandOver`]
+    /// passes a list of descriptors: first the lock of the device, then these sockets, then the
+    /// others. 0 if no socket does this, and one socket receives for all queues.
     #[serde(default)]
     pub guards: usize,
     /// The peers.

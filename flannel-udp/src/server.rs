@@ -37,12 +37,14 @@ const FIRST_USE: Duration = Duration::from_secs(10);
 /// The pause after a connection that could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves on a socket until it is told to stop. If another process does, takes over its data
-/// plane, without the loss of a packet. If this fails, the other process goes on. One with another
-/// version of the protocol is ended.
+/// Serves on a socket until it is told to stop. If another process already serves this socket,
+/// takes over its data plane without losing a packet. If the takeover fails, the other process
+/// keeps running. If the other process has another version of the protocol, it is ended, and its
+/// data plane is not taken over.
 ///
-/// `program` is the version in [`Process::program`]. A process without a data plane ends with its
-/// last connection. If it was only asked for its state, it is ten seconds old then at least.
+/// `program` is the version in [`Process::program`]. A process without a data plane ends when its
+/// last connection is closed. If clients have only read its state so far, it waits until it is ten
+/// seconds old before it ends.
 ///
 /// Blocks. When it returns, its threads have ended and its connections are closed.
 ///

@@ -237,7 +237,7 @@ impl LeftState {
             Ok(saved) => {
                 let age = SystemTime::now().duration_since(saved.written).unwrap_or_default();
                 let age = span(age.as_secs_f64());
-                format!("{} of {}, kept {age} ago", saved.leases.len(), saved.store)
+                format!("{}, from {}, saved {age} ago", saved.leases.len(), saved.store)
             }
             Err(error) => format!("none are kept: {error}"),
         };

@@ -73,7 +73,7 @@ pub(crate) struct Global {
     #[arg(long, value_name = "FILE", default_value = "/run/flannel/subnet.env")]
     pub(crate) subnet_file: PathBuf,
 
-    /// The directory of the daemon's state: its own leases, and the last set of leases
+    /// The directory of the daemon's state, such as its holder id and the last set of leases
     #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel")]
     pub(crate) state_dir: PathBuf,
 

@@ -98,8 +98,10 @@ pub struct FirewallConfig {
     pub fully_random: bool,
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,
-    /// If the forward rules cannot be made, the node is not ready. Otherwise this is a warning. The
-    /// command line sets it if it has `--iptables-forward-rules`.
+    /// Whether the node is not ready while the firewall cannot be opened, for example because
+    /// iptables is missing. If it is false, this is only a warning, unless `masquerade` or
+    /// `RequireEncryption` is on. The program `flanneld` sets it if `--iptables-forward-rules` is
+    /// given.
     pub forward_required: bool,
     /// The period of checks of the rules (`--iptables-resync`).
     pub resync: Duration,

@@ -49,10 +49,11 @@ impl Daemon {
         self.run_until(std::future::pending()).await
     }
 
-    /// Runs the daemon until `stop` is ready, and returns its value after an end in order: the
-    /// network and the servers end, and then what a backend does when its node goes is done, such
-    /// as the `ShutdownCommand` of `extension`. That may take ten seconds. The data path stays in
-    /// place. This daemon, or another one with the same state directory, may run again afterwards.
+    /// Runs the daemon until `stop` is ready, then shuts it down cleanly and returns the value of
+    /// `stop`. First the network and the servers stop. Then the daemon calls `RecordKeeper::stop`
+    /// of all backends. For example, `extension` then runs its `ShutdownCommand`. That may take ten
+    /// seconds. The data path stays in place. This daemon, or another one with the same state
+    /// directory, may run again afterwards.
     ///
     /// ```no_run
     /// # async fn embed(daemon: flanneld::Daemon) -> Result<(), Box<dyn std::error::Error>> {

@@ -177,7 +177,7 @@ fn reason(why: &Rejection) -> &'static str {
         Rejection::NoEnabledFamily => no_family,
         Rejection::OverlapsOwn { .. } => overlaps_own,
         Rejection::Overlaps { .. } => overlaps,
-        Rejection::Contradicts { .. } | Rejection::NotItsOwn { .. } => contradicts,
+        Rejection::Contradicts { .. } | Rejection::ConflictsWithDerivedEntry { .. } => contradicts,
         Rejection::ContradictsOwn { .. } => contradicts_own,
         Rejection::OwnAddress(_) => own_address,
         Rejection::BadData(_) | Rejection::Rejected(_) => rejected,
@@ -192,7 +192,7 @@ fn is_conflict(why: &Rejection) -> bool {
         Rejection::OverlapsOwn(_)
             | Rejection::Overlaps { .. }
             | Rejection::Contradicts { .. }
-            | Rejection::NotItsOwn { .. }
+            | Rejection::ConflictsWithDerivedEntry { .. }
             | Rejection::ContradictsOwn(_)
     )
 }

@@ -149,7 +149,7 @@ impl Options {
         config.backends = if self.firewall.tunnel_peers_only {
             backends
         } else {
-            flannel_backends::without_guard_of_protocols(backends)
+            flannel_backends::with_ipip_check_off(backends)
         };
         config.interface = self.interface.selectors();
         config.renew_margin = self.lease.renew_margin();

@@ -9,8 +9,9 @@ use flannel_core::runtime::lock;
 use crate::commands::keeper::Commands;
 use crate::commands::task::Names;
 
-/// The record keepers that a backend has made. A backend keeps one such value, because
-/// `Backend::keeper` must return a handle of the same keeper for the same directory.
+/// The record keepers that a backend has made. A backend keeps one such value.
+/// `Backend::record_keepers` must return handles of the same record keepers for the same directory,
+/// and this value finds them again.
 #[derive(Debug, Default)]
 pub struct Keepers(Mutex<BTreeMap<(&'static str, Option<PathBuf>), Commands>>);
 

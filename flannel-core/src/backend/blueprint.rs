@@ -113,10 +113,12 @@ impl Blueprint {
         Self { base, ..self }
     }
 
-    /// The same network if the config requires encryption. Packets to addresses of the pod
-    /// networks without another route are dropped, so that they do not leave by the default route.
-    /// So a route of `base` to a whole pod network becomes one to the subnets of each peer.
-    /// Without an encrypted `datapath` all leases are rejected, so that their routes go.
+    /// Adapts the network to a config with `RequireEncryption`. With [`Footprint::blackholes`], a
+    /// blackhole route for each pod network drops packets that no other route takes, so that they
+    /// do not leave by the default route. Each peer gets its own copy of a route of `base` to a
+    /// whole pod network, because the blackhole route replaces that route. If no device of
+    /// `datapath` encrypts, the plan rejects every lease, and the engine removes the routes to
+    /// peers.
     #[must_use]
     pub fn only_encrypted(mut self, datapath: &Datapath) -> Self {
         let is_whole = |object: &Object| match object {

@@ -17,11 +17,11 @@ pub struct Fdb {
 }
 
 impl Fdb {
-    /// Whether the MAC address names the outer destination ([`MacAddr::naming`]). Of several leases
-    /// that define the entry for one MAC address, only one whose public address it names can be the
-    /// lease of the VTEP that has it.
-    pub fn is_named(&self) -> bool {
-        self.mac == MacAddr::naming(self.dst)
+    /// Whether the MAC address is the one that [`MacAddr::derived_from`] derives from the outer
+    /// destination. If several leases define an entry for one MAC address, only a lease for which
+    /// this is true can be accepted. It does not matter which lease was created first.
+    pub fn is_derived(&self) -> bool {
+        self.mac == MacAddr::derived_from(self.dst)
     }
 }
 

@@ -26,7 +26,7 @@ impl MacAddr {
     ///
     /// For IPv4 it is `0a:58` and the address, so no two addresses have one name. For IPv6 it is
     /// `06` and 40 bits of the SipHash-2-4 of the address.
-    pub fn naming(address: IpAddr) -> Self {
+    pub fn derived_from(address: IpAddr) -> Self {
         match address {
             IpAddr::V4(v4) => {
                 let [a, b, c, d] = v4.octets();
@@ -180,13 +180,13 @@ mod tests {
 
     #[test]
     fn a_mac_address_names_an_ip_address() {
-        let naming = |text: &str| MacAddr::naming(text.parse().unwrap()).to_string();
+        let naming = |text: &str| MacAddr::derived_from(text.parse().unwrap()).to_string();
         assert_eq!(naming("192.0.2.7"), "0a:58:c0:00:02:07");
         // Nodes of all versions must agree on it.
         assert_eq!(naming("2001:db8::7"), "06:b2:bf:0a:30:f3");
         assert_ne!(naming("2001:db8::7"), naming("2001:db8::8"));
         for text in ["192.0.2.7", "2001:db8::7"] {
-            let mac = MacAddr::naming(text.parse().unwrap());
+            let mac = MacAddr::derived_from(text.parse().unwrap());
             assert!(mac.is_unicast() && mac.0[0] & 2 == 2, "locally administered: {mac}");
         }
     }

@@ -39,10 +39,12 @@ impl Record {
         self
     }
 
-    /// The same record of this node itself, which refuses what does not belong to a peer. It is put
-    /// only when the leases are complete, and after the records of all peers. One of an earlier
-    /// run stays meanwhile if it is equal, and is deleted at once if it is not: it would refuse
-    /// packets by an address or a port that this node no longer has.
+    /// Marks the record as one that makes its keeper refuse packets, such as the end of a tunnel on
+    /// this node. The engine puts it after the records of all peers, and only when the leases are
+    /// complete and live. Otherwise the keeper would refuse packets of peers that it does not know
+    /// yet. An equal record of an earlier run stays until then. A different record of an earlier
+    /// run is deleted at the start, because it refuses packets for an address or a port that this
+    /// node no longer has.
     #[must_use]
     pub fn put_last(mut self) -> Self {
         self.content.is_last = true;

@@ -43,11 +43,13 @@ pub enum Rejection {
         /// Its node.
         holder: String,
     },
-    /// It defines otherwise a kernel object that names the public address of another peer's lease
-    /// ([`Object::is_named`](crate::object::Object::is_named)). It does not matter which lease was
-    /// created first.
-    #[error("{key} belongs to the lease {owner} of {holder}, whose public address it names")]
-    NotItsOwn {
+    /// It defines a forwarding entry whose MAC address is derived from the public address of
+    /// another peer that defines the entry too
+    /// ([`Object::is_derived`](crate::object::Object::is_derived)), and gives the entry another
+    /// destination. The entry belongs to that peer. It does not matter which lease was created
+    /// first.
+    #[error("{key} is derived from the public address of {owner} of {holder}, and belongs to it")]
+    ConflictsWithDerivedEntry {
         /// The object.
         key: Key,
         /// The other lease.

@@ -140,8 +140,10 @@ fn lost_packets(far: Option<&FarEnd>, facts: &Handshake, node: &str) -> Option<T
     let to_port = here.endpoint.map_or(0, |to| to.port());
     let arrived_here = facts.arrived_here();
     if facts.arrived_there() == Some(true) {
-        let text =
-            format!("its packets do not arrive at UDP port {port} here, and it gets those of here");
+        let text = format!(
+            "packets from this node arrive there, but packets from there do not arrive at UDP port \
+             {port} of this node"
+        );
         return (!arrived_here).then(|| Trouble::new(text, accept(here.endpoint, port, "here")));
     }
     if let Some(far) = far.filter(|far| far.port != to_port) {
@@ -184,7 +186,7 @@ fn lost_packets(far: Option<&FarEnd>, facts: &Handshake, node: &str) -> Option<T
 
 /// Restarts a daemon, so that it publishes its lease again.
 fn restart(at: &str) -> Remedy {
-    Remedy::RestartDaemon.remark(format!("{at}: it publishes its lease"))
+    Remedy::RestartDaemon.remark(format!("{at}; the restarted daemon publishes its lease again"))
 }
 
 /// Accepts packets to an address and a port.

@@ -125,8 +125,8 @@ impl Case<'_> {
             // on by default.
             let gate = match transport {
                 Some(Transport::Protocol(_)) => {
-                    ". A node takes it from public addresses of nodes only: if packets have \
-                     others, \"SourceCheck\": false"
+                    ". By default a node accepts packets of this tunnel only from public addresses \
+                     of nodes. If they have another source, set \"SourceCheck\": false in Backend"
                 }
                 _ => "",
             };

@@ -148,7 +148,9 @@ fn wanted_way(
 fn unshadow(address: IpAddr) -> Remedy {
     let ip = if address.is_ipv4() { "ip" } else { "ip -6" };
     Remedy::run(format!("{ip} route del $({ip} route get fibmatch {address} | grep -v ^default)"))
-        .remark(format!("if no rule causes it: {ip} rule"))
+        .remark(format!(
+            "first look at {ip} rule: if a rule causes it, delete that rule, not the route"
+        ))
 }
 
 /// `via 192.0.2.254 dev eth0`, for example.

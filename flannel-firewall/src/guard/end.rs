@@ -17,9 +17,11 @@ const PROTOCOL: &str = "IP protocol ";
 pub struct TunnelEnd {
     /// Whether packets of strangers are dropped. If not, they are only counted.
     pub drops: bool,
-    /// The device by which the packets arrive after the tunnel. `None` if a program moves the
-    /// packets and checks their sources itself. Then the guard refuses only packets that arrive
-    /// by a device on which no peer can be, and packets of pods to nodes.
+    /// The device from which packets come after the kernel has taken them out of the tunnel. `None`
+    /// if a program takes them out and checks their sources itself. The guard then refuses two
+    /// kinds of packets. The first are tunnel packets by a device that neither has the tunnel's
+    /// address nor leads back to the sender. The second are tunnel packets that pods, or hosts
+    /// behind this node, send to the tunnel of a peer.
     pub device: Option<LinkName>,
     /// The address at which the packets of the tunnel arrive.
     pub local: IpAddr,

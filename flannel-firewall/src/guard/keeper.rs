@@ -156,8 +156,9 @@ impl Guard {
         self.with_kernel(|kernel| kernel.commit(trial)).map_err(|error| self.about(error))
     }
 
-    /// Notes why packets that the config wants refused are not, for [`RecordKeeper::refused`];
-    /// `None`: they are, or the config does not want it.
+    /// Sets the reason why this guard refuses no packets although the config asks for it.
+    /// [`RecordKeeper::refused`] then reports the reason as a problem. Pass `None` if the guard
+    /// works, or if the config does not ask for it.
     pub fn note_unable(&self, why: Option<String>) {
         self.report().unable = why;
     }
@@ -288,8 +289,8 @@ fn problem(reason: &str, verb: &str) -> Trouble {
         ),
         _ => Trouble::new(
             format!(
-                "pods, or hosts behind this node, send packets to the tunnels of nodes, which are \
-                 {verb}"
+                "pods, or hosts behind this node, send packets to the tunnel port or protocol of \
+                 other nodes; these packets are {verb}"
             ),
             Remedy::run("tcpdump -ni any")
                 .remark("which one sends to the port or protocol of the tunnel?"),

@@ -49,7 +49,7 @@ async fn switching_removes_the_other_modes_rules(fixture: Fixture, kind: Kind) {
         // Go flannel's cleanup of the other mode leaves this chain.
         fixture.tools.iptables(Kind::IptablesLegacy, Family::V6, "-t nat -N FLANNEL-FWD");
         let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
-        running.until(|status| status.others_removed).await;
+        running.until(|status| status.old_rules_gone).await;
         let ours = fixture.tools.ours_seen();
         let is_of_kind = |line: &String| match kind {
             Kind::Nftables => line.contains("table ip"),
@@ -89,7 +89,7 @@ async fn cleaning_up_removes_only_rules_of_flannel(fixture: Fixture, kind: Kind)
 async fn a_steady_state_runs_no_process(fixture: Fixture, kind: Kind) {
     let resync = Duration::from_millis(100);
     let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync).await;
-    running.until(|status| status.others_removed).await;
+    running.until(|status| status.old_rules_gone).await;
     settled(&fixture, &mut running).await;
     // Changes of other chains, in the same table too.
     fixture.tools.make_foreign();
@@ -125,7 +125,7 @@ fn changes_are_noticed_after_the_lock_file_was_replaced() {
         let kind = Kind::IptablesLegacy;
         let resync = Duration::from_millis(100);
         let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), resync).await;
-        running.until(|status| status.others_removed).await;
+        running.until(|status| status.old_rules_gone).await;
         settled(&fixture, &mut running).await;
         std::fs::remove_file(fixture.tools.path("lock")).unwrap();
         for repairs in 1..=2 {
@@ -153,7 +153,7 @@ fn only_the_families_with_rules_are_read() {
             Duration::from_millis(50),
         )
         .await;
-        running.until(|status| status.others_removed).await;
+        running.until(|status| status.old_rules_gone).await;
         let runs = fixture.tools.runs().len();
         fixture.tools.iptables(Kind::IptablesLegacy, Family::V4, "-t nat -F");
         running.until(|status| status.repairs == 1).await;
@@ -174,7 +174,7 @@ fn the_rules_of_a_family_that_is_no_longer_desired_are_removed() {
                 if while_away {
                     running.stop().await;
                     running = Running::start(&fixture, kind, only_v4.clone(), RESYNC).await;
-                    running.until(|status| status.others_removed).await;
+                    running.until(|status| status.old_rules_gone).await;
                 } else {
                     running.want(only_v4.clone()).await;
                 }
@@ -225,7 +225,7 @@ fn the_variant_of_a_wrapper_script_is_known() {
             let options =
                 Options { programs: fixture.tools.programs(), resync: Duration::from_millis(50) };
             let mut running = Running::with(kind, rules_of(Place::Pod, ALL), options).await;
-            let checks = running.until(|status| status.others_removed).await.checks;
+            let checks = running.until(|status| status.old_rules_gone).await.checks;
             running.until(|status| status.checks > checks + 1).await;
             running.assert_writes(1, 0);
             assert!(
@@ -274,7 +274,7 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));
         let status = status.wait_for(|status| !status.leftovers.is_empty()).await.unwrap().clone();
-        assert!(status.in_place && !status.others_removed, "{status:?}");
+        assert!(status.in_place && !status.old_rules_gone, "{status:?}");
         for family in Family::BOTH {
             fixture.assert_masqueraded(family);
         }
@@ -355,7 +355,7 @@ fn leftovers_that_no_program_can_read_are_reported() {
             let mut running =
                 Running::start(&fixture, used, rules_of(Place::Pod, ALL), RESYNC).await;
             let status = running.until(|status| !status.leftovers.is_empty()).await;
-            assert!(status.in_place && !status.others_removed, "{status:?}");
+            assert!(status.in_place && !status.old_rules_gone, "{status:?}");
             assert_reported(status.leftovers.iter().map(ToString::to_string).collect());
             running.stop().await;
             let programs = fixture.tools.programs();

@@ -100,15 +100,16 @@ pub enum Expr {
         /// The number of bytes, at most 16.
         len: u32,
     },
-    /// Loads bytes like [`Self::Header`], and puts them after the 4 bytes of the loaded value.
-    Second {
+    /// Loads bytes of the network header, and appends them to a loaded value of 4 bytes, such as a
+    /// mark. A [`Self::Lookup`] after it looks for both parts as one key.
+    AppendHeader {
         /// The offset of the first byte.
         offset: u32,
         /// The number of bytes, at most 16.
         len: u32,
     },
-    /// Clears the bits of the value of [`Self::Second`] that the mask lacks.
-    SecondMask(Vec<u8>),
+    /// Clears the bits of the value of [`Self::AppendHeader`] that the mask lacks.
+    MaskAppended(Vec<u8>),
     /// Loads the index of the device by which the packet arrived, 4 bytes, if the route back to its
     /// source leaves by that device, else 0. The kernel accepts it only in chains of the hooks
     /// [`PREROUTING`](crate::nftables::hook::PREROUTING), [`INPUT`](crate::nftables::hook::INPUT)
@@ -247,8 +248,8 @@ impl Expr {
         match self {
             Self::Meta(_) | Self::SetMeta(_) => "meta",
             Self::Value(_) => "immediate",
-            Self::Header { .. } | Self::Transport { .. } | Self::Second { .. } => "payload",
-            Self::Mask(_) | Self::SecondMask(_) => "bitwise",
+            Self::Header { .. } | Self::Transport { .. } | Self::AppendHeader { .. } => "payload",
+            Self::Mask(_) | Self::MaskAppended(_) => "bitwise",
             Self::Compare { .. } => "cmp",
             Self::Lookup { .. } | Self::Map { .. } => "lookup",
             Self::WayBack | Self::OutDevice | Self::SourceKind | Self::KindAtArrival => "fib",
@@ -274,7 +275,7 @@ impl Expr {
             Self::Transport { offset, len } => {
                 load(data, REGISTER, TRANSPORT_HEADER, *offset, *len);
             }
-            Self::Second { offset, len } => load(data, SECOND, NETWORK_HEADER, *offset, *len),
+            Self::AppendHeader { offset, len } => load(data, SECOND, NETWORK_HEADER, *offset, *len),
             Self::WayBack => fib(data, FIB_DEVICE, FIB_SOURCE_AND_DEVICE),
             Self::OutDevice => fib(data, FIB_DEVICE, FIB_DESTINATION),
             Self::SourceKind => fib(data, FIB_KIND, FIB_SOURCE),
@@ -283,7 +284,7 @@ impl Expr {
                 number(number(data.text(1u16, map), 2, REGISTER), 3, REGISTER);
             }
             Self::Mask(mask) => clear(data, REGISTER, mask),
-            Self::SecondMask(mask) => clear(data, SECOND, mask),
+            Self::MaskAppended(mask) => clear(data, SECOND, mask),
             Self::Compare { equal, value } => {
                 let operation = if *equal { EQUAL } else { NOT_EQUAL };
                 number(number(data, 1, REGISTER), 2, operation);
@@ -374,7 +375,7 @@ fn read_payload(data: &[u8]) -> Option<Expr> {
     match (number_in(data, 1)?, number_in(data, 2)?) {
         (REGISTER, NETWORK_HEADER) => Some(Expr::Header { offset, len }),
         (REGISTER, TRANSPORT_HEADER) => Some(Expr::Transport { offset, len }),
-        (SECOND, NETWORK_HEADER) => Some(Expr::Second { offset, len }),
+        (SECOND, NETWORK_HEADER) => Some(Expr::AppendHeader { offset, len }),
         _ => None,
     }
 }
@@ -389,7 +390,7 @@ fn read_bitwise(data: &[u8]) -> Option<Expr> {
     let mask = value_in(data, 4)?;
     match (number_in(data, 1)?, number_in(data, 2)?) {
         (REGISTER, REGISTER) => Some(Expr::Mask(mask)),
-        (SECOND, SECOND) => Some(Expr::SecondMask(mask)),
+        (SECOND, SECOND) => Some(Expr::MaskAppended(mask)),
         _ => None,
     }
 }

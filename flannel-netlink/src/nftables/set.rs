@@ -60,7 +60,7 @@ const MOST_CHANGES: usize = 200;
 /// A set or a map whose keys are addresses, or a mark and addresses.
 ///
 /// A rule can look up one address, or 4 bytes and an address: see
-/// [`Expr::Second`](crate::nftables::Expr::Second).
+/// [`Expr::AppendHeader`](crate::nftables::Expr::AppendHeader).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Set<'a> {
     /// Its table.

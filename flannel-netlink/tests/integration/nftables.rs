@@ -53,8 +53,8 @@ fn each_instruction_is_read_as_it_was_written() {
             vec![Expr::Meta(meta::L4PROTO), is(&[17]), Expr::Verdict(verdict::RETURN)],
             vec![
                 address_of(Family::V4, true),
-                Expr::Second { offset: 12, len: 4 },
-                Expr::SecondMask(vec![255, 255, 255, 0]),
+                Expr::AppendHeader { offset: 12, len: 4 },
+                Expr::MaskAppended(vec![255, 255, 255, 0]),
                 Expr::Lookup { set: "known".to_owned(), is_in: true },
                 Expr::Counter,
                 Expr::Verdict(verdict::DROP),

@@ -54,7 +54,7 @@ impl EtcdFlags {
     /// A value is wrong. The text names the flag and the right form.
     pub fn check(&self) -> Result<(), String> {
         self.options().check().map_err(|error| match error {
-            EtcdOptionsError::Half { .. } => format!("--etcd-{error}"),
+            EtcdOptionsError::MissingPartner { .. } => format!("--etcd-{error}"),
             _ => format!("--etcd-endpoints: {error}"),
         })
     }

@@ -4,7 +4,7 @@
 //! definitions of one kernel object) every node accepts the one with the smaller
 //! [`Lease::precedence`]. The only exception is this node's own lease, which a node always accepts.
 //! A lease never takes an object from the lease whose public address the object names
-//! ([`Object::is_named`]), whichever was created first: that decision depends on the two leases
+//! ([`Object::is_derived`]), whichever was created first: that decision depends on the two leases
 //! alone.
 //! After a change, only the leases that it can affect are decided again. They are found through
 //! indexes: one change among 50,000 leases costs one lease.
@@ -935,10 +935,10 @@ mod tests {
         let named: BTreeSet<Key> = leases
             .iter()
             .flat_map(|lease| planned(lease, own).unwrap_or_default())
-            .filter(Object::is_named)
+            .filter(Object::is_derived)
             .map(|object| object.key())
             .collect();
-        let is_foreign = |object: &Object| !object.is_named() && named.contains(&object.key());
+        let is_foreign = |object: &Object| !object.is_derived() && named.contains(&object.key());
         let mut sorted: Vec<_> = leases.iter().cloned().collect();
         sorted.sort_by_key(|lease| lease.precedence());
         let mut accepted: Vec<(Arc<Lease>, Vec<Object>)> = Vec::new();
@@ -972,7 +972,7 @@ mod tests {
                 let mut lease = lease(&format!("{}-{len}", base.base()), since, public, mac);
                 if mac > 2 {
                     // The MAC address of the node with this public address, perhaps another one.
-                    let mac = MacAddr::naming(IpAddr::from([192, 0, 2, mac]));
+                    let mac = MacAddr::derived_from(IpAddr::from([192, 0, 2, mac]));
                     let data = &mut Arc::make_mut(&mut lease).attrs.preferred.data;
                     data.v4 = Some(format!("\"{mac}\"").into());
                 }

@@ -239,9 +239,9 @@ impl PeerIndex {
             let key = object.key();
             let claim = Claim { hash: hash_of(&self.hasher, &key), id };
             let first = self.claimants_with(claim.hash, key).next();
-            if let Some(first) = first.map(|first| first.object.is_named().then_some(first.id)) {
+            if let Some(first) = first.map(|first| first.object.is_derived().then_some(first.id)) {
                 self.more.entry(key).or_default().insert(id);
-                sharing = sharing.max(self.share(key, first, object.is_named().then_some(id)));
+                sharing = sharing.max(self.share(key, first, object.is_derived().then_some(id)));
                 continue;
             }
             self.claims
@@ -275,7 +275,7 @@ impl PeerIndex {
 
     /// The peer whose definition of this object's key names it, if `object` is another definition.
     pub(crate) fn owner(&self, object: &Object) -> Option<&Peer> {
-        if self.named.is_empty() || object.is_named() {
+        if self.named.is_empty() || object.is_derived() {
             return None;
         }
         self.peer(*self.named.get(&object.key())?.first()?)

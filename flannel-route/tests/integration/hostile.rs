@@ -14,8 +14,8 @@ fn offer() -> impl Strategy<Value = String> {
     let kind = prop::sample::select(kinds.to_vec());
     (kind, 0..24u8, 0..24u8, 0..3u8).prop_map(|(kind, public, victim, form)| {
         let net = if form == 0 { "192.0.2" } else { "198.51.100" };
-        let named = MacAddr::naming([192, 0, 2, victim].into());
-        let own = MacAddr::naming([198, 51, 100, public].into());
+        let named = MacAddr::derived_from([192, 0, 2, victim].into());
+        let own = MacAddr::derived_from([198, 51, 100, public].into());
         let mac = if form == 2 { own } else { named };
         let key = PublicKey([victim; 32]);
         let data = format!(r#"{{"VtepMAC":"{mac}","PublicKey":"{key}"}}"#);
@@ -50,7 +50,7 @@ proptest! {
 #[test]
 fn a_lease_with_the_macs_of_all_nodes_takes_none() {
     let offer = |n: u8| {
-        let mac = MacAddr::naming([192, 0, 2, n].into());
+        let mac = MacAddr::derived_from([192, 0, 2, n].into());
         let data = format!(r#"{{"VtepMAC":"{mac}"}}"#);
         format!(r#"{{"PublicIP":"198.51.100.9","BackendType":"vxlan","BackendData":{data}}}"#)
     };

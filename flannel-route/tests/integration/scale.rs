@@ -382,7 +382,7 @@ async fn one_repair_among_thousands_costs_one_object_and_names_its_author() {
         Some(FakeKernel::FOREIGN_PORT)
     );
     assert_eq!(status.latency, world.status().latency);
-    assert!(status.last_repairs.len() <= Status::LAST_REPAIRS);
+    assert!(status.last_repairs.len() <= Status::NEWEST_REPAIRS);
     assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
 }
 
@@ -873,7 +873,7 @@ async fn an_endless_storm_is_slowed_down_and_delays_no_lease() {
     let wanted: ObjectSet = there.iter().flat_map(|n| objects(*n, public(*n))).collect();
     assert!(wanted.iter().all(|object| world.kernel.state().get(&object.key()) == Some(object)));
     assert_eq!(world.kernel.state().len(), wanted.len() + 2);
-    let listed = Status::LAST_REPAIRS..=2 * Status::LAST_REPAIRS;
+    let listed = Status::NEWEST_REPAIRS..=2 * Status::NEWEST_REPAIRS;
     assert!(status.repaired > 1_000 && listed.contains(&status.last_repairs.len()));
 }
 

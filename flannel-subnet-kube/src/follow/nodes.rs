@@ -15,7 +15,7 @@ use std::time::Duration;
 use flannel_core::address::Family;
 use flannel_core::lease::LeaseSet;
 use flannel_core::subnet::SkippedEntry;
-use flannel_core::text::{REASON, shorten};
+use flannel_core::text::{MAX_REASON_CHARS, shorten};
 use flannel_core::{Lease, Subnets};
 use tokio::time::Instant;
 
@@ -150,7 +150,7 @@ impl Nodes {
         }
         // A problem quotes annotations, of which a node may have a megabyte.
         for problem in &mut problems {
-            *problem = shorten(problem, REASON).into_owned();
+            *problem = shorten(problem, MAX_REASON_CHARS).into_owned();
         }
         self.known.insert(name.into(), Known { fingerprint, lease, list: self.list });
         if problems.is_empty() {
@@ -396,7 +396,7 @@ mod tests {
             put(&mut nodes, &wrong);
             let problems = nodes.problems();
             assert!(
-                problems.len() == 1 && problems[0].reason.chars().count() <= REASON + 1,
+                problems.len() == 1 && problems[0].reason.chars().count() <= MAX_REASON_CHARS + 1,
                 "{problems:?}"
             );
         }

@@ -10,7 +10,7 @@ use std::net::IpAddr;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Offer};
-use flannel_core::text::{QUOTED, shorten};
+use flannel_core::text::{MAX_VALUE_CHARS, shorten};
 
 use super::prefix::Prefix;
 
@@ -306,7 +306,7 @@ pub(crate) fn wrong_overwrites(
 
 /// Quotes a text for an error message.
 fn quote(text: &str) -> String {
-    format!("{:?}", shorten(text, QUOTED))
+    format!("{:?}", shorten(text, MAX_VALUE_CHARS))
 }
 
 /// Borrows the common names, which thousands of leases share.

@@ -137,9 +137,10 @@ impl LocalManager {
         Err(Error::Refused {
             store: format!("{}: {subnets}", self.store),
             reason: format!(
-                "{} took this lease from this host: two hosts have one public address, or this one \
-                 runs two flannels; give this host another --public-ip or --iface, or if {gone}: \
-                 flannelctl lease release {force}'{subnets}'",
+                "{} took this lease from this host: two hosts have the same public address, or two \
+                 flannel daemons run on this host; give this host another --public-ip or --iface; \
+                 or, only if {gone}, release the lease: flannelctl lease release \
+                 {force}'{subnets}'",
                 self.holder(entry)
             )
             .into(),

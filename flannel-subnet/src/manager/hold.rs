@@ -158,7 +158,7 @@ impl LocalManager {
         let end = self.check().await?;
         let Some(ttl) = kept else {
             if end.is_none() && self.holding.term().is_some_and(|term| term.sent < sent) {
-                let reason = "it has forgotten the holder of the lease, but not its key";
+                let reason = "it does not know the holder any more, but has the key of the lease";
                 return Err(self.unclear(&held_lease, reason));
             }
             return Ok(end);

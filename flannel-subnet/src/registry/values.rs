@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
-use flannel_core::text::{REASON, shorten};
+use flannel_core::text::{MAX_REASON_CHARS, shorten};
 use flannel_core::{Error, Lease, Result, Subnets};
 
 /// The ID of a holder of leases. Nodes with one public address have different IDs.
@@ -81,8 +81,9 @@ pub enum SkipReason {
     /// may be about to correct it.
     #[error("{0}")]
     Unreadable(String),
-    /// It is too large. On all nodes the key counts as a key without a lease, because a node that
-    /// has started since has no last value. Its subnets stay occupied.
+    /// The value is larger than [`LARGEST_VALUE`]. All nodes ignore the lease, even those that know
+    /// an earlier value of the key. A node that starts later cannot know that value, and all nodes
+    /// must use the same leases. No new lease gets these subnets.
     #[error(transparent)]
     TooLarge(#[from] TooLarge),
     /// All leases together are too large, and other leases are kept first, on all nodes alike. The
@@ -104,7 +105,7 @@ impl SkipReason {
     /// The value is not a lease, for this reason. A long reason is cut, because it may quote what
     /// another party wrote, and nodes keep a reason for each skipped key.
     pub fn unreadable(reason: &dyn fmt::Display) -> Self {
-        Self::Unreadable(shorten(&reason.to_string(), REASON).into_owned())
+        Self::Unreadable(shorten(&reason.to_string(), MAX_REASON_CHARS).into_owned())
     }
 
     /// Whether the last readable value of the key is still used.
@@ -224,7 +225,7 @@ mod tests {
             let of_text = SkipReason::unreadable(&text);
             for reason in [of_key, of_value, of_text] {
                 let shown = reason.to_string();
-                assert!(shown.chars().count() <= REASON + 1, "{shown}");
+                assert!(shown.chars().count() <= MAX_REASON_CHARS + 1, "{shown}");
             }
         }
         assert_eq!(SkipReason::unreadable(&"no lease").to_string(), "no lease");

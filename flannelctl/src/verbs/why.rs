@@ -140,7 +140,7 @@ problem    shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0
            dev flannel.1, because of a more specific route or a rule of another
            program
            try: ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default)
-                # if no rule causes it: ip rule
+                # first see ip rule: if a rule is the cause, delete it instead
 
 address    10.1.7.9
 network    10.1.0.0/16

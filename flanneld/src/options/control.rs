@@ -36,13 +36,14 @@ pub struct ControlFlags {
     #[arg(long, value_name = "FILE|off")]
     pub control_socket: Option<PathBuf>,
 
-    /// The group whose members may read over the control socket, by name or number; only root may
-    /// make changes
+    /// The group whose members may read the daemon's state at the control socket, by name or
+    /// number; only root and the daemon's own user may make changes
     #[arg(long, value_name = "GROUP", value_parser = group)]
     pub control_group: Option<u32>,
 
-    /// The port, TCP and UDP, for path probes of other nodes' doctors at the tunnel's address;
-    /// without a tunnel or with an encrypted one, TCP at the external interface's address; 0: none
+    /// The port at which this daemon answers flannelctl doctor of other nodes: TCP and UDP at the
+    /// tunnel's address; TCP at the external interface's address if packets of pods can travel
+    /// without a tunnel, or if the tunnel is encrypted; 0: none
     #[arg(long, value_name = "PORT", default_value = DOCTOR_PORT, value_parser = port)]
     pub doctor_port: u16,
 

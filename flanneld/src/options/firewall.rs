@@ -46,7 +46,8 @@ pub struct RouteFlags {
 #[derive(Debug, Clone, clap::Args)]
 #[non_exhaustive]
 pub struct FirewallFlags {
-    /// Hide pod addresses from everything outside the pod network
+    /// Masquerade packets from pods to addresses outside the pod network: they leave with the
+    /// address of this host
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
         default_missing_value = "true", default_value_t = false, value_parser = go_bool,
         action = clap::ArgAction::Set)]
@@ -68,8 +69,8 @@ pub struct FirewallFlags {
     #[arg(skip)]
     pub(crate) forward_rules_given: bool,
 
-    /// Accept packets of a tunnel without ports (ipip) only from nodes, unless the network config
-    /// has `SourceCheck`
+    /// The default of SourceCheck for the backend ipip on this host: true accepts tunnel packets
+    /// only from nodes, false from every host; a SourceCheck in the network config wins
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true,
         default_missing_value = "true", default_value_t = true, value_parser = go_bool,
         action = clap::ArgAction::Set)]

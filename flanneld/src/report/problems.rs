@@ -244,7 +244,7 @@ impl Found {
                 | Rejection::Contradicts { .. }
                 | Rejection::ContradictsOwn(_) => Remedy::RestartDaemon
                     .remark("on the later of the two nodes: every node accepts the earlier lease"),
-                Rejection::NotItsOwn { .. } => Remedy::ListLeases.remark(
+                Rejection::ConflictsWithDerivedEntry { .. } => Remedy::ListLeases.remark(
                     "that node publishes the MAC address of another one: is it a clone, or \
                      hostile?",
                 ),

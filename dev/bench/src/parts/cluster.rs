@@ -76,7 +76,7 @@ impl Peer {
     }
 
     pub(crate) fn mac(self, family: Family) -> MacAddr {
-        MacAddr::naming(self.public(family))
+        MacAddr::derived_from(self.public(family))
     }
 
     pub(crate) fn lease(self, families: Families) -> Lease {

@@ -216,8 +216,9 @@ fn packets_are_counted_and_forged_ones_are_reported() {
         };
         let text = eventually(PATIENCE, found, || other.log().unwrap());
         let home = host.addresses().v4.unwrap();
-        let expected =
-            format!("packets of {from} come from {STRANGER} and not from their node, {home}");
+        let expected = format!(
+            "packets with the source {from} were sent by {STRANGER} and not by their node, {home}"
+        );
         assert!(text.starts_with(&expected), "{text}");
         eventually(PATIENCE, || metric(other, dropped) > before, || other.log().unwrap());
         assert_eq!(finding(&lab, host), None, "it is not about the other host");

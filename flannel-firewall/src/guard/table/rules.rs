@@ -349,11 +349,11 @@ fn admit(device: LinkName, prefix: PrefixLen) -> Rule {
     let protocol = TableFamily::from(family).protocol();
     exprs.extend([Expr::Meta(meta::NFPROTO), is(vec![protocol]), Expr::Meta(meta::MARK)]);
     if let Expr::Header { offset, len } = address_of(family, true) {
-        exprs.push(Expr::Second { offset, len });
+        exprs.push(Expr::AppendHeader { offset, len });
     }
     if prefix.len < family.bits() {
         let any = Subnet::new(family.unspecified(), prefix.len).expect("this length exists");
-        exprs.push(Expr::SecondMask(mask(any)));
+        exprs.push(Expr::MaskAppended(mask(any)));
     }
     exprs.push(Expr::Lookup { set: prefix.set_name(), is_in: true });
     exprs.extend(set_mark(0));

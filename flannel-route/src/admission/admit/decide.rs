@@ -131,7 +131,11 @@ impl Admission {
     fn clash(&self, peer: &Peer, winners: &Winners) -> Option<Rejection> {
         if let Some((key, owner)) = self.not_its_own(peer) {
             let holder = holder(&owner.lease.attrs);
-            return Some(Rejection::NotItsOwn { key, owner: owner.lease.subnets, holder });
+            return Some(Rejection::ConflictsWithDerivedEntry {
+                key,
+                owner: owner.lease.subnets,
+                holder,
+            });
         }
         let (other, clash) = winners.clash(peer)?;
         let other = &self.index.peer(other)?.lease;

@@ -15,7 +15,8 @@ use crate::config::DaemonConfig;
 use crate::error::Error;
 
 /// The effect of the end of a backend that was offered.
-const REPLACED: &str = "it is replaced at once: nodes that still have it do not reach this node";
+const REPLACED: &str =
+    "it is replaced at once: nodes that use only the old backend do not reach this node";
 
 /// The values that the next network is built from.
 #[derive(Clone, Copy)]
@@ -181,7 +182,7 @@ impl SetUp<'_> {
         let effect = if usage.offered { REPLACED } else { "it is no longer run" };
         let known = devices(self.settings, self.config, usage).is_some();
         let devices = if known { "" } else { "; its devices stay, because it is unknown" };
-        tracing::warn!(%from, %to, %reason, "the old backend ends: {effect}{devices}");
+        tracing::warn!(%from, %to, %reason, "the old backend is no longer used: {effect}{devices}");
     }
 }
 
@@ -191,7 +192,8 @@ fn log_absence(state: &State, usage: &BackendUse, reason: &str) {
         let backend = &usage.lease_type;
         tracing::warn!(
             %backend, %reason,
-            "a backend is left out and tried again: nodes that offer only it are lost"
+            "a backend is left out and tried again: this node does not reach nodes that offer only \
+             this backend"
         );
     }
 }

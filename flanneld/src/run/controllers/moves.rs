@@ -163,9 +163,13 @@ fn describe(wait: &Wait, target: &str) -> String {
         Wait::Devices => format!("the devices of {target} in this node's kernel"),
         Wait::Store => "the store to show this node's lease as it was published".to_owned(),
         Wait::Offers(blockers) => format!("offers of {target} by {}", names(blockers)),
-        Wait::Preference(blockers) => format!("{target} as the first offer of {}", names(blockers)),
+        Wait::Preference(blockers) => {
+            format!("the leases of {} to list {target} first", names(blockers))
+        }
         Wait::Handshakes(blockers) => format!("handshakes of {target} with {}", names(blockers)),
-        Wait::Withdrawal(blockers) => format!("the end of old offers of {}", names(blockers)),
+        Wait::Withdrawal(blockers) => {
+            format!("the leases of {} to no longer offer the old backends", names(blockers))
+        }
         _ => String::new(),
     }
 }

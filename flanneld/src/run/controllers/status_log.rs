@@ -113,10 +113,10 @@ impl Line {
                 info!(%object, lease, %damage, by, "an object was repaired");
             }
             Self::More { count, kinds, are_warnings: true } => {
-                warn!(count, %kinds, "changes without a line each");
+                warn!(count, %kinds, "more changes have no lines of their own");
             }
             Self::More { count, kinds, are_warnings: false } => {
-                info!(count, %kinds, "changes without a line each");
+                info!(count, %kinds, "more changes have no lines of their own");
             }
         }
     }
@@ -330,7 +330,7 @@ mod tests {
                 Damage::Deletion,
                 route,
             )));
-            if status.last_repairs.len() > Status::LAST_REPAIRS {
+            if status.last_repairs.len() > Status::NEWEST_REPAIRS {
                 status.last_repairs.remove(0);
             }
         }
