@@ -4,11 +4,8 @@
 //!
 //! Each function returns whether the text was accepted.
 
-use std::path::Path;
-
 use flannel_core::lease::LeaseAttrs;
-use flannel_core::{Config, Subnets};
-use flannel_subnet::SubnetEnv;
+use flannel_core::{Config, SubnetEnv, Subnets};
 
 /// A parsed key equals the key parsed from its text, and the key made of its subnets.
 pub(crate) fn lease_key(text: &str) -> bool {
@@ -59,12 +56,11 @@ pub(crate) fn network_config(text: &str) -> bool {
 
 /// A parsed file that is written and parsed again is the same.
 pub(crate) fn subnet_env(text: &str) -> bool {
-    let path = Path::new("/run/flannel/subnet.env");
-    let env = match SubnetEnv::parse(text, path) {
+    let env = match SubnetEnv::parse(text) {
         Ok(env) => env,
         Err(error) => return refused(&error),
     };
-    assert_eq!(SubnetEnv::parse(&env.to_string(), path).expect("a written value parses"), env);
+    assert_eq!(SubnetEnv::parse(&env.to_string()).expect("a written value parses"), env);
     let _ = env.previous();
     true
 }

@@ -39,34 +39,22 @@ impl UdpPlan {
         if *subnets == self.local.subnets {
             return Ok(());
         }
-        let before = out.len();
-        let mut last_rejection = None;
-        for Endpoint { subnet, public, .. } in offer.endpoints(subnets) {
+        let unused = "it has no public address for any enabled family";
+        env.plan_each(offer.endpoints(subnets), out, unused, |end, out| {
+            let Endpoint { subnet, public, .. } = end;
             // A family that is disabled here, or not published, leaves the other one.
             let is_enabled = self.families[subnet.family()].is_some();
-            let Some(public) = public.filter(|_| is_enabled) else { continue };
-            match self.local.check(public, subnets, false) {
-                Ok(()) => match &self.mover {
-                    Mover::Process { port } => {
-                        out.push(peer_record(subnet, (public, *port).into()).into());
-                    }
-                    Mover::Kernel { device: link } => {
-                        let via = Via::Gateway { gateway: public, link: *link, onlink: true };
-                        out.push(Route { dst: subnet, via, mtu: None }.into());
-                    }
-                },
-                Err(rejected) => {
-                    env.advise(&rejected);
-                    last_rejection = Some(rejected);
+            let Some(public) = public.filter(|_| is_enabled) else { return Ok(()) };
+            self.local.check(public, subnets, false)?;
+            out.push(match &self.mover {
+                Mover::Process { port } => peer_record(subnet, (public, *port).into()).into(),
+                Mover::Kernel { device: link } => {
+                    let via = Via::Gateway { gateway: public, link: *link, onlink: true };
+                    Route { dst: subnet, via, mtu: None }.into()
                 }
-            }
-        }
-        if out.len() > before {
-            return Ok(());
-        }
-        Err(last_rejection.unwrap_or_else(|| {
-            Rejection::Rejected("it has no public address for any enabled family".into())
-        }))
+            });
+            Ok(())
+        })
     }
 }
 

@@ -13,6 +13,7 @@ use flannel_core::Subnets;
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer};
 use flannel_core::object::MacAddr;
+use flannel_core::text::fnv1a;
 
 /// The offer of this backend, or `None` if the lease has no such offer.
 fn vxlan(attrs: &LeaseAttrs) -> Option<&Offer> {
@@ -93,12 +94,8 @@ fn names_another(mac: MacAddr, named: Option<MacAddr>) -> bool {
     named.is_some_and(|named| names_v4(named) && names_v4(mac) && mac != named)
 }
 
-/// FNV-1a, which never changes, unlike the hash of the standard library.
 fn derive(text: &str) -> MacAddr {
-    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
-    let [_, _, bytes @ ..] = hash.to_be_bytes();
+    let [_, _, bytes @ ..] = fnv1a(text.as_bytes()).to_be_bytes();
     MacAddr::local(bytes)
 }
 

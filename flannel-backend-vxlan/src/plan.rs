@@ -36,21 +36,17 @@ impl VxlanPlan {
         env: &Env<'_>,
         out: &mut Vec<Object>,
     ) -> Result<(), Rejection> {
-        let before = out.len();
-        let mut rejections = Vec::new();
-        for Endpoint { subnet: dst, public, data } in offer.endpoints(subnets) {
+        let unused = "it has no public address with backend data for any enabled family";
+        env.plan_each(offer.endpoints(subnets), out, unused, |end, out| {
+            let Endpoint { subnet: dst, public, data } = end;
             // A family that is disabled here, or not published, leaves the other one.
             let device = self.devices[dst.family()];
-            let (Some(link), Some(public), Some(data)) = (device, public, data) else { continue };
-            let direct = self.direct.filter(|uplink| env.on_link(public) == Some(*uplink));
-            let checked = self.local.check(public, subnets, direct.is_some());
-            let mac = match checked.and_then(|()| Ok(vtep_mac(data)?)) {
-                Ok(mac) => mac,
-                Err(rejected) => {
-                    rejections.push(rejected);
-                    continue;
-                }
+            let (Some(link), Some(public), Some(data)) = (device, public, data) else {
+                return Ok(());
             };
+            let direct = self.direct.filter(|uplink| env.on_link(public) == Some(*uplink));
+            self.local.check(public, subnets, direct.is_some())?;
+            let mac = vtep_mac(data)?;
             let via = match direct {
                 Some(link) => Via::Gateway { gateway: public, link, onlink: false },
                 None => {
@@ -61,17 +57,8 @@ impl VxlanPlan {
                 }
             };
             out.push(Route { dst, via, mtu: None }.into());
-        }
-        if out.len() > before {
-            for rejected in &rejections {
-                env.advise(rejected);
-            }
-            return Ok(());
-        }
-        Err(rejections.pop().unwrap_or_else(|| {
-            let why = "it has no public address with backend data for any enabled family";
-            Rejection::Rejected(why.into())
-        }))
+            Ok(())
+        })
     }
 }
 

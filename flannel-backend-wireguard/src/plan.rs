@@ -53,25 +53,11 @@ impl TunnelPlan {
             .collect();
         // The only tunnel carries all families.
         let of_tunnel = if self.mode == Mode::Separate { 1 } else { ends.len().max(1) };
-        let before = out.len();
-        let mut rejections = Vec::new();
-        for ends in ends.chunks(of_tunnel) {
-            match self.peer(ends, subnets, &offer.public) {
-                Ok(peer) => out.extend(peer.map(Object::from)),
-                // The other family may still be used.
-                Err(rejected) => rejections.push(rejected),
-            }
-        }
-        if out.len() > before {
-            for rejected in &rejections {
-                env.advise(rejected);
-            }
-            return Ok(());
-        }
-        Err(rejections.pop().unwrap_or_else(|| {
-            let why = "it has no public address with backend data for any enabled family";
-            Rejection::Rejected(why.into())
-        }))
+        let unused = "it has no public address with backend data for any enabled family";
+        env.plan_each(ends.chunks(of_tunnel), out, unused, |ends, out| {
+            out.extend(self.peer(ends, subnets, &offer.public)?.map(Object::from));
+            Ok(())
+        })
     }
 
     /// The peer at the other end of one tunnel, or `None` if the node does not publish it. `ends`

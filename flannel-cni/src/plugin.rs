@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::config::delegate_conf::DelegateConf;
 use crate::config::net_conf::{Attachment, NetConf, Object};
-use crate::config::subnet_env::SubnetEnv;
+use crate::config::subnet_env;
 use crate::delegate::Delegate;
 use crate::saved::{self, GoFile, SavedConf};
 use crate::spec::call::{Call, Command};
@@ -47,7 +47,7 @@ fn run_with(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
 
 fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
     call.check_netns()?;
-    let env = SubnetEnv::read(&conf.subnet_file)?;
+    let env = subnet_env::read(&conf.subnet_file)?;
     let delegate_conf = DelegateConf::new(conf, &env)?;
     let delegate = Delegate::find(delegate_conf.kind(), call)?;
     let bytes = delegate_conf.to_bytes();
@@ -132,7 +132,7 @@ fn usable(text: Vec<u8>, file: &Path, conf: &NetConf) -> Option<UsableConf> {
         return Some(UsableConf { conf, text, is_current: false });
     }
     let file = file.display();
-    let current = SubnetEnv::read(&conf.subnet_file).and_then(|env| DelegateConf::new(conf, &env));
+    let current = subnet_env::read(&conf.subnet_file).and_then(|env| DelegateConf::new(conf, &env));
     match current {
         Ok(current) => {
             log(&format!("{file} is damaged: its ADD is undone with the current network config"));
@@ -193,7 +193,7 @@ fn with_gateways(result: &Object) -> Value {
 fn status(call: &Call, conf: &NetConf) -> Result<()> {
     conf.require(SpecVersion::WITH_STATUS_AND_GC, "STATUS")?;
     let not_available = |error: Error| Error { code: Code::NOT_AVAILABLE, ..error };
-    let env = SubnetEnv::read(&conf.subnet_file).map_err(not_available)?;
+    let env = subnet_env::read(&conf.subnet_file).map_err(not_available)?;
     let delegate_conf = DelegateConf::new(conf, &env).map_err(not_available)?;
     let delegate = Delegate::find(delegate_conf.kind(), call).map_err(not_available)?;
     delegate.run(Command::Status, call, &delegate_conf.to_bytes()).map(drop)
@@ -289,7 +289,7 @@ fn undo(file: StaleFile<'_>, call: &Call, conf: &NetConf) -> Result<()> {
 
 /// Calls the delegate's GC.
 fn collect_garbage(valid: &[Attachment], call: &Call, conf: &NetConf) -> Result<()> {
-    let delegate_conf = DelegateConf::new(conf, &SubnetEnv::read(&conf.subnet_file)?)?;
+    let delegate_conf = DelegateConf::new(conf, &subnet_env::read(&conf.subnet_file)?)?;
     let list =
         valid.iter().map(|known| json!({ "containerID": known.container, "ifname": known.ifname }));
     let delegate_conf = delegate_conf.with("cni.dev/valid-attachments", list.collect());

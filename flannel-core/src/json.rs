@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
+use serde::ser::{Serialize, Serializer};
 use serde_json::value::RawValue;
 
 use crate::text::{MAX_VALUE_CHARS, shorten};
@@ -60,7 +61,7 @@ impl Fields {
     /// # Errors
     /// `text` is not exactly one JSON object.
     pub fn parse(text: &str, path: &str) -> Result<Self, FieldError> {
-        let Object(by_name) = serde_json::from_str(text).map_err(|error| {
+        let Members(members) = serde_json::from_str(text).map_err(|error| {
             let field = if path.is_empty() { "(document)" } else { path };
             if may_hold_secret(text) {
                 let place = format!("line {} column {}", error.line(), error.column());
@@ -69,7 +70,9 @@ impl Fields {
             }
             FieldError::new(field.into(), &text.trim(), format!("one JSON object ({error})"))
         })?;
-        Ok(Self { path: path.to_owned(), by_name })
+        // Of several members with the same name, the map keeps the last one.
+        let lower = members.into_iter().map(|(name, value)| (name.to_ascii_lowercase(), value));
+        Ok(Self { path: path.to_owned(), by_name: lower.collect() })
     }
 
     /// The field's value as JSON text; `None` if the field is absent or `null`.
@@ -123,22 +126,30 @@ impl Fields {
     }
 }
 
-struct Object(BTreeMap<String, Box<RawValue>>);
+/// The members of a JSON object in their order, with duplicates.
+#[derive(Default)]
+pub struct Members(pub Vec<(String, Box<RawValue>)>);
 
-impl<'de> Deserialize<'de> for Object {
+impl Serialize for Members {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
+    }
+}
+
+impl<'de> Deserialize<'de> for Members {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Read;
         impl<'de> Visitor<'de> for Read {
-            type Value = Object;
+            type Value = Members;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("an object")
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Object, A::Error> {
-                let mut fields = BTreeMap::new();
-                while let Some((name, value)) = map.next_entry::<String, Box<RawValue>>()? {
-                    fields.insert(name.to_ascii_lowercase(), value);
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Members, A::Error> {
+                let mut members = Vec::new();
+                while let Some(member) = map.next_entry()? {
+                    members.push(member);
                 }
-                Ok(Object(fields))
+                Ok(Members(members))
             }
         }
         deserializer.deserialize_map(Read)

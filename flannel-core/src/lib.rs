@@ -16,6 +16,7 @@ pub mod remedy;
 pub mod runtime;
 pub mod status;
 pub mod subnet;
+mod subnet_env;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod text;
@@ -30,3 +31,4 @@ pub use lease::{Lease, Subnets};
 pub use network::Network;
 pub use remedy::Remedy;
 pub use subnet::SubnetManager;
+pub use subnet_env::{SubnetEnv, SubnetEnvError};

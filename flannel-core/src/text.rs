@@ -1,4 +1,4 @@
-//! Texts for messages.
+//! Texts for messages, and the hash of a text.
 
 use std::borrow::Cow;
 
@@ -24,4 +24,12 @@ pub fn shorten(text: &str, most: usize) -> Cow<'_, str> {
         Some((end, _)) => format!("{}…", &text[..end]).into(),
         None => text.into(),
     }
+}
+
+/// The FNV-1a hash of a text. It detects every change of a single byte, and is the same in every
+/// version, unlike the hash of the standard library.
+pub fn fnv1a(text: &[u8]) -> u64 {
+    text.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }

@@ -8,6 +8,13 @@ pub mod netfilter;
 pub mod nftables;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
-mod transport;
+/// Netlink sockets, netlink messages, and the network namespaces that sockets belong to.
+mod transport {
+    pub(crate) mod generic;
+    pub(crate) mod multicast;
+    pub(crate) mod namespace;
+    pub(crate) mod socket;
+    pub(crate) mod wire;
+}
 
 pub use kernel::{NetlinkKernel, STALE, Session, Shadow, Taken, Tunnel};

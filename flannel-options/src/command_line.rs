@@ -14,16 +14,16 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgMatches, Command};
 
 use crate::Error;
-use crate::command_line::environment::{name_variable, variable};
-use crate::command_line::go_flags::{go_bool, go_int, go_style, is_given};
+use crate::command_line::environment::FromEnvironment;
+use crate::command_line::go_flags::{go_bool, go_int, go_style};
 
 /// A parsed command line.
 #[derive(Debug)]
 pub struct CommandLine {
     /// The values. A value from the environment counts as given on the command line.
     pub matches: ArgMatches,
-    /// The flags from the environment, with their variables.
-    variables: Vec<(String, String)>,
+    /// The flags whose values come from the environment.
+    pub environment: FromEnvironment,
 }
 
 impl CommandLine {
@@ -44,32 +44,21 @@ impl CommandLine {
         let given = go_style(args, &flags, &with_value.filter_map(long).collect::<Vec<_>>());
         let mut args: Vec<OsString> =
             given.iter().filter(|arg| !is_empty_text(&command, arg)).cloned().collect();
-        let mut variables = Vec::new();
+        let mut environment = FromEnvironment::default();
         // Help does not depend on the environment.
         let help_flags = ["--help", "-h", "--version", "-V"];
         let wants_help = given.iter().any(|arg| help_flags.iter().any(|flag| arg == flag));
-        for flag in flags.iter().filter(|flag| !wants_help && !is_given(&given, flag)) {
-            let name = variable(flag);
-            if let Some(value) = env(&name).filter(|value| !value.is_empty()) {
-                let mut arg = OsString::from(format!("--{flag}="));
-                arg.push(&value);
-                variables.push((flag.clone(), name));
+        for flag in flags.iter().filter(|_| !wants_help) {
+            if let Some(arg) = environment.argument(flag, &given, &env) {
                 // Before positional words, which end the flags.
                 args.insert(1.min(args.len()), arg);
             }
         }
         match with_plain_usage(command).try_get_matches_from(args) {
-            Ok(matches) => Ok(Self { matches, variables }),
-            Err(error) if error.use_stderr() => {
-                Err(Error::Usage(name_variable(with_advice(&error), &variables)))
-            }
+            Ok(matches) => Ok(Self { matches, environment }),
+            Err(error) if error.use_stderr() => Err(environment.usage(with_advice(&error))),
             Err(error) => Err(Error::Help(error.render().to_string())),
         }
-    }
-
-    /// An error about the values. It names the variable of a flag that came from the environment.
-    pub fn usage(&self, text: String) -> Error {
-        Error::Usage(name_variable(text, &self.variables))
     }
 }
 

@@ -2,7 +2,14 @@
 
 mod allocate;
 mod clock;
-mod files;
+/// The files of a node: the cache of leases and `subnet.env`.
+mod files {
+    pub(crate) mod atomic;
+    pub(crate) mod cache;
+    pub(crate) mod lock;
+    pub(crate) mod own;
+    pub mod subnet_file;
+}
 mod manager;
 mod reflect;
 mod registry;
@@ -16,7 +23,7 @@ pub use files::atomic::{remove_temporary_files, replace_file};
 pub use files::cache::{BootTime, Cache, CacheError, Saved};
 pub use files::lock::FileLock;
 pub use files::own::read_own_file;
-pub use files::subnet_env::{SubnetEnv, SubnetEnvError};
+pub use files::subnet_file::{self, SubnetFileError};
 pub use flannel_core::backoff::Backoff;
 pub use manager::{AssignedManager, Identity, LocalManager};
 pub use reflect::Reflector;

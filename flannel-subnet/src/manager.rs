@@ -41,7 +41,8 @@ pub struct Identity {
     /// Chosen at random once ([`HolderId::random`]), and kept in the node's state directory.
     pub holder: HolderId,
     /// The previous subnets of the node, from its `subnet.env`
-    /// ([`SubnetEnv::previous`](crate::SubnetEnv::previous)), or `None` if they are not known.
+    /// ([`SubnetEnv::previous`](flannel_core::SubnetEnv::previous)), or `None` if they are not
+    /// known.
     pub previous: Option<Subnets>,
     /// All addresses of the host, and the public address from its options. They let
     /// [`SubnetManager::hints`] find the lease before the external interface is chosen. If the list

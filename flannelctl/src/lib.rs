@@ -4,7 +4,18 @@ mod error;
 mod offline;
 mod options;
 pub mod terminal;
-mod verbs;
+/// The commands, one module each.
+mod verbs {
+    pub(crate) mod cleanup;
+    pub(crate) mod config;
+    pub(crate) mod docker_opts;
+    pub(crate) mod doctor;
+    pub(crate) mod lease;
+    pub(crate) mod paths;
+    pub(crate) mod status;
+    pub(crate) mod watch;
+    pub(crate) mod why;
+}
 
 use std::ffi::OsString;
 use std::io::IsTerminal;

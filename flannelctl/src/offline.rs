@@ -9,14 +9,14 @@ use flannel_backends::Backends;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
 use flannel_core::subnet::{StoreFailure, StoreKind, StoreReason};
-use flannel_core::{Config, Error as CoreError, Kernel, Subnets};
+use flannel_core::{Config, Error as CoreError, Kernel, SubnetEnv, Subnets};
 use flannel_doctor::checks::host::{CheckedNetwork, check_host};
 use flannel_doctor::finding::reports;
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_options::{RegistryUrl, state_dir};
-use flannel_subnet::{Cache, ConfigText, Registry, Saved, SubnetEnv};
+use flannel_subnet::{Cache, ConfigText, Registry, Saved, subnet_file};
 use serde::Serialize;
 
 use crate::error::{Error, Result};
@@ -127,7 +127,7 @@ pub(crate) fn saved(global: &Global) -> Option<Saved> {
 
 /// The subnets of the last daemon here. The subnet file is gone after a reboot, the cache is not.
 pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
-    let env = SubnetEnv::read(&global.subnet_file).ok().and_then(|env| env.previous());
+    let env = subnet_file::read(&global.subnet_file).ok().and_then(|env| env.previous());
     env.or_else(|| Some(saved(global)?.own?.0.subnets))
 }
 
@@ -183,7 +183,7 @@ impl LeftState {
             failure: failure.to_string(),
             findings: findings(global, backends).await,
             subnet_file: global.subnet_file.clone(),
-            subnets: SubnetEnv::read(&global.subnet_file).map_err(|error| error.to_string()),
+            subnets: subnet_file::read(&global.subnet_file).map_err(|error| error.to_string()),
             saved: cache.load().map_err(|error| error.to_string()),
         }
     }
@@ -266,7 +266,7 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let lease = own.and_then(|own| saved.leases.get(&own).cloned());
     let public = lease.map(|lease| lease.attrs.preferred.public).unwrap_or_default();
     let links = backends.links(uplink, &config);
-    let mtu = SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu);
+    let mtu = subnet_file::read(&global.subnet_file).ok().map(|env| env.mtu);
     let checked = CheckedNetwork { config, links, uplink, own, public, leases: saved.leases, mtu };
     let report = check_host(checked, &LegacyMemory::default()).await;
     reports(&report.findings, Deployment::default())
@@ -368,7 +368,7 @@ mod tests {
             failure: failure.into(),
             findings: vec![strict],
             subnet_file: file.into(),
-            subnets: Ok(SubnetEnv::parse(env, file).unwrap()),
+            subnets: Ok(SubnetEnv::parse(env).unwrap()),
             saved: Ok(saved),
         };
         assert_page("status_left", |terminal| left.page(terminal));

@@ -66,7 +66,7 @@ pub enum Error {
     Network(#[from] flannel_core::Error),
     /// The subnet file cannot be written.
     #[error("--subnet-file: {0}")]
-    SubnetFile(#[from] flannel_subnet::SubnetEnvError),
+    SubnetFile(#[from] flannel_subnet::SubnetFileError),
     /// The firewall rules of the options cannot be made.
     #[error("firewall rules: {0}")]
     Firewall(#[from] flannel_firewall::Error),

@@ -100,7 +100,7 @@ impl Options {
         env: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Self, Error> {
         let line = CommandLine::parse(Self::command(), args, &env)?;
-        let usage = |text| line.usage(text);
+        let usage = |text| line.environment.usage(text);
         let mut options = Self::from_arg_matches(&line.matches)
             .map_err(|error| Wrong::Usage(error.to_string()))?;
         options.kube.complete(&env).map_err(usage)?;

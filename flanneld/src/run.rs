@@ -23,7 +23,7 @@ use flannel_core::kernel::Footprint;
 use flannel_core::{Kernel, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
-use flannel_subnet::{HolderId, Identity, SubnetEnv, SubnetEnvError, remove_temporary_files};
+use flannel_subnet::{HolderId, Identity, SubnetFileError, remove_temporary_files, subnet_file};
 
 use crate::blocking::BlockingQueue;
 use crate::config::{DaemonConfig, NexthopObjects};
@@ -151,9 +151,9 @@ fn clean_up(subnet_file: &Path) {
 /// The subnets in the subnet file of the last run; `None` if there is no such file. A file that
 /// cannot be read is logged and counts as missing.
 fn previous_subnets(settings: &DaemonConfig) -> Option<Subnets> {
-    match SubnetEnv::read(&settings.subnet_file) {
+    match subnet_file::read(&settings.subnet_file) {
         Ok(env) => env.previous(),
-        Err(SubnetEnvError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
+        Err(SubnetFileError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
         Err(error) => {
             tracing::warn!(%error, "the previous subnet is not known");
             None

@@ -8,12 +8,11 @@ use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
 
-use flannel_core::Subnet;
 use flannel_core::json::compact;
+use flannel_core::{Subnet, SubnetEnv};
 use serde_json::{Value, json};
 
 use crate::config::net_conf::{NetConf, Object};
-use crate::config::subnet_env::SubnetEnv;
 use crate::spec::error::{Code, Error, Result};
 use crate::spec::version::SpecVersion;
 
@@ -208,6 +207,8 @@ mod tests {
     use super::*;
     use std::path::Path;
 
+    use crate::config::subnet_env;
+
     fn env() -> SubnetEnv {
         SubnetEnv {
             networks: vec!["10.1.0.0/16".parse().unwrap()],
@@ -233,7 +234,7 @@ mod tests {
             let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
             let conf = NetConf::parse(read("conf.json").as_bytes()).unwrap();
             let delegate =
-                DelegateConf::new(&conf, &SubnetEnv::read(&dir.join("subnet.env")).unwrap())
+                DelegateConf::new(&conf, &subnet_env::read(&dir.join("subnet.env")).unwrap())
                     .unwrap();
             let bytes = String::from_utf8(delegate.to_bytes()).unwrap();
             assert_eq!(bytes, read("delegate.json"), "{}", dir.display());

@@ -77,12 +77,6 @@ impl Blueprint {
         }
     }
 
-    /// Sets [`Blueprint::lease_type`].
-    #[must_use]
-    pub fn with_lease_type(self, lease_type: &'static str) -> Self {
-        Self { lease_type: Some(lease_type), ..self }
-    }
-
     /// Gives the plan the offers of all backend types.
     #[must_use]
     pub fn with_any_lease_type(self) -> Self {

@@ -95,6 +95,32 @@ impl<'a> Env<'a> {
         self.advice.borrow_mut().push(advice.into());
     }
 
+    /// Calls `plan` for each of `ends`, such as the endpoints of a peer. `plan` appends the objects
+    /// of one end to `objects`, nothing if it does not use the end. If an end is rejected, the
+    /// others are still used, and the reason becomes advice.
+    ///
+    /// # Errors
+    /// No object was added: the last rejection, or [`Rejection::Rejected`] with the text `unused`
+    /// if no end was rejected.
+    pub fn plan_each<T>(
+        &self,
+        ends: impl IntoIterator<Item = T>,
+        objects: &mut Vec<Object>,
+        unused: &str,
+        mut plan: impl FnMut(T, &mut Vec<Object>) -> Result<(), Rejection>,
+    ) -> Result<(), Rejection> {
+        let before = objects.len();
+        let mut rejections = Vec::new();
+        for end in ends {
+            rejections.extend(plan(end, objects).err());
+        }
+        if objects.len() == before {
+            return Err(rejections.pop().unwrap_or_else(|| Rejection::Rejected(unused.into())));
+        }
+        rejections.iter().for_each(|rejection| self.advise(rejection));
+        Ok(())
+    }
+
     /// The device by which packets reach `address` without a router; `None` if they need one, if
     /// there is no route, or if it is an address of this host. While the kernel cannot answer, its
     /// last answer holds (`None` if there is none).

@@ -2,6 +2,7 @@
 
 use crate::address::Family;
 use crate::kernel::{Footprint, Kernel, KernelError};
+use crate::text::fnv1a;
 
 /// The block of ids for the nexthop objects of one network. Ids are unique in a network namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -67,16 +68,11 @@ impl NexthopBlock {
     /// Depends on the IPv4 pod network only, because the backend and the interface may change.
     fn candidates(footprint: &Footprint) -> impl Iterator<Item = Self> {
         let networks = footprint.networks.iter().filter(|network| network.family() == Family::V4);
-        let hash = fnv(&networks.map(|network| format!("{network}\n")).collect::<String>());
+        let text: String = networks.map(|network| format!("{network}\n")).collect();
+        let hash = fnv1a(text.as_bytes());
         let block = move |n: u32| hash.wrapping_add(n.into()) as u32 % Self::BLOCKS;
         (0..Self::TRIES).map(move |n| Self { first: Self::LOWEST + block(n) * Self::SIZE })
     }
-}
-
-/// FNV-1a: the same in every version, unlike the standard library's hash.
-fn fnv(text: &str) -> u64 {
-    let add = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, add)
 }
 
 #[cfg(test)]

@@ -2,13 +2,14 @@
 
 use std::ffi::OsString;
 
-use crate::nearest;
+use crate::command_line::go_flags::is_given;
+use crate::{Error, nearest};
 
 /// The first part of all variables.
 const PREFIX: &str = "FLANNELD_";
 
 /// The variable of an option: `FLANNELD_SUBNET_FILE` for `subnet-file`.
-pub fn variable(flag: &str) -> String {
+fn variable(flag: &str) -> String {
     format!("{PREFIX}{}", flag.to_uppercase().replace(['-', '.'], "_"))
 }
 
@@ -37,17 +38,45 @@ fn warning(name: &str, known: &[String]) -> Option<String> {
     ))
 }
 
-/// Appends the name of the variable to an error about an option whose value comes from the
-/// environment. `variables` are pairs of an option and its variable.
-pub fn name_variable(text: String, variables: &[(String, String)]) -> String {
-    for (flag, name) in variables {
-        let is_named =
-            [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")));
-        if is_named {
-            return format!("{text}\n(the value comes from the environment: {name})\n");
+/// The options whose values come from the environment.
+#[derive(Debug, Default)]
+pub struct FromEnvironment {
+    /// The flags, with their variables.
+    variables: Vec<(String, String)>,
+}
+
+impl FromEnvironment {
+    /// The argument `--flag=value` with the value of the flag's variable. `None` if `args` have the
+    /// flag, or if the variable is unset or empty.
+    pub fn argument(
+        &mut self,
+        flag: &str,
+        args: &[OsString],
+        env: impl Fn(&str) -> Option<OsString>,
+    ) -> Option<OsString> {
+        if is_given(args, flag) {
+            return None;
         }
+        let name = variable(flag);
+        let mut arg = OsString::from(format!("--{flag}="));
+        arg.push(env(&name).filter(|value| !value.is_empty())?);
+        self.variables.push((flag.to_owned(), name));
+        Some(arg)
     }
-    text
+
+    /// An error about options. It names the variable of a flag whose value comes from the
+    /// environment.
+    pub fn usage(&self, text: String) -> Error {
+        let is_named = |flag: &str| {
+            [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")))
+        };
+        Error::Usage(match self.variables.iter().find(|(flag, _)| is_named(flag)) {
+            Some((_, name)) => {
+                format!("{text}\n(the value comes from the environment: {name})\n")
+            }
+            None => text,
+        })
+    }
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::ops::RangeInclusive;
 
 /// Converts a command line for clap: `-iface eth0` becomes `--iface=eth0`. `flags` are all flags,
 /// `with_value` those that take a value. Single letters that are not flags stay unchanged.
-pub fn go_style(
+pub(crate) fn go_style(
     args: impl IntoIterator<Item = OsString>,
     flags: &[String],
     with_value: &[String],
@@ -47,7 +47,7 @@ fn has_one_dash(arg: &str, flags: &[String]) -> bool {
 }
 
 /// Whether the flag is among the arguments.
-pub fn is_given(args: &[OsString], flag: &str) -> bool {
+pub(crate) fn is_given(args: &[OsString], flag: &str) -> bool {
     args.iter().any(|arg| {
         let name = arg.to_str().and_then(|text| text.strip_prefix("--"));
         name.and_then(|name| name.split('=').next()) == Some(flag)

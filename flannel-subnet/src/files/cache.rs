@@ -16,10 +16,11 @@ use std::time::{Duration, SystemTime};
 use std::{fs, io};
 
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, TooLarge, View};
+use flannel_core::text::fnv1a;
 use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 
-use super::{atomic, fnv1a, own::read_own_file};
+use super::{atomic, own::read_own_file};
 use crate::clock::Clock;
 use crate::registry::{ConfigText, HolderId, HolderIdError};
 

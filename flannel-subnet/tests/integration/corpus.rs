@@ -60,11 +60,11 @@ fn lease_value_corpus_is_accepted_as_expected() {
 #[test]
 fn subnet_env_corpus_is_accepted_as_expected() {
     let accepted = [
+        "capital",
         "crlf",
         "dual",
         "host",
         "last-host",
-        "lists",
         "only-masq-and-mtu",
         "shell",
         "twice",

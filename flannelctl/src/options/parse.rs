@@ -6,8 +6,8 @@ use clap::FromArgMatches;
 use clap::parser::ValueSource;
 #[cfg(feature = "etcd")]
 use flannel_options::RegistryUrl;
-use flannel_options::environment::{misspelt, name_variable, variable};
-use flannel_options::go_flags::{go_bool, is_given};
+use flannel_options::environment::{FromEnvironment, misspelt};
+use flannel_options::go_flags::go_bool;
 use flannel_options::{Error as OptionsError, with_plain_usage};
 
 use super::{Ctl, command};
@@ -35,16 +35,10 @@ impl Ctl {
         let command = command();
         let mut args: Vec<OsString> = args.into_iter().collect();
         // Options that flanneld also has are read from its variables.
-        let mut variables = Vec::new();
+        let mut environment = FromEnvironment::default();
         let mut take = |arg: &clap::Arg, args: &[OsString]| {
-            let flag = arg
-                .get_long()
-                .filter(|flag| arg.get_action().takes_values() && !is_given(args, flag))?;
-            let name = variable(flag);
-            let mut given = OsString::from(format!("--{flag}="));
-            given.push(env(&name).filter(|value| !value.is_empty())?);
-            variables.push((flag.to_owned(), name));
-            Some(given)
+            let flag = arg.get_long().filter(|_| arg.get_action().takes_values())?;
+            environment.argument(flag, args, &env)
         };
         for arg in command.get_arguments() {
             if let Some(given) = take(arg, &args) {
@@ -62,10 +56,9 @@ impl Ctl {
                 args.push(given);
             }
         }
-        let usage = |text: String| OptionsError::Usage(name_variable(text, &variables));
         let matches = with_plain_usage(command).try_get_matches_from(args).map_err(|error| {
             if error.use_stderr() {
-                usage(error.render().to_string())
+                environment.usage(error.render().to_string())
             } else {
                 OptionsError::Help(error.render().to_string())
             }
@@ -84,7 +77,7 @@ impl Ctl {
         options.global.only_kubernetes = in_kubernetes && !is_named;
         #[cfg(feature = "etcd")]
         if options.global.registry == Some(RegistryUrl::Etcd) {
-            options.global.etcd.check().map_err(|text| usage(format!("{text}\n")))?;
+            options.global.etcd.check().map_err(|text| environment.usage(format!("{text}\n")))?;
         }
         Ok(options)
     }

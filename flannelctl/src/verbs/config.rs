@@ -11,10 +11,9 @@ use std::path::Path;
 
 use flannel_api::VERSION;
 use flannel_backends::Backends;
+use flannel_core::json::Members;
 use flannel_core::{Config, Error as CoreError};
 use flannel_subnet::{ConfigText, Registry};
-use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
-use serde::{Serialize, Serializer};
 use serde_json::json;
 use serde_json::value::RawValue;
 
@@ -297,39 +296,6 @@ fn replaced(there: Option<&RawValue>, patch: Box<RawValue>) -> serde_json::Resul
         there.and_then(|there| serde_json::from_str(there.get()).ok()).unwrap_or_default();
     merge(&mut object, members)?;
     serde_json::value::to_raw_value(&object)
-}
-
-/// A JSON object that keeps its order and duplicate members.
-#[derive(Debug, Default)]
-struct Members(Vec<(String, Box<RawValue>)>);
-
-impl<'de> Deserialize<'de> for Members {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct Read;
-        impl<'de> Visitor<'de> for Read {
-            type Value = Members;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("an object")
-            }
-            fn visit_map<A: MapAccess<'de>>(
-                self,
-                mut map: A,
-            ) -> std::result::Result<Members, A::Error> {
-                let mut members = Vec::new();
-                while let Some(member) = map.next_entry()? {
-                    members.push(member);
-                }
-                Ok(Members(members))
-            }
-        }
-        deserializer.deserialize_map(Read)
-    }
-}
-
-impl Serialize for Members {
-    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
-    }
 }
 
 /// The network config in a file; `-` is standard input.

@@ -12,12 +12,12 @@ use std::time::{Duration, SystemTime};
 use flannel_core::address::ParseError;
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::lease::{LARGEST_VALUE, LeaseAttrs, Revision, TooLarge};
+use flannel_core::text::fnv1a;
 use flannel_core::{Lease, Subnets};
 use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use crate::files::fnv1a;
 use crate::registry::{Entry, HolderId, LeaseGrant};
 
 /// Go's lease value in Go's order, then the fields of this implementation.

@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use flannel_backends::Backends;
 use flannel_core::address::Family;
-use flannel_core::json::{FieldError, Fields, compact};
+use flannel_core::json::{FieldError, Fields, Members, compact};
 use flannel_core::text::shorten;
 use flannel_core::{Backend, Config, Subnet};
 use flannel_options::nearest;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-use super::{Members, validate};
+use super::validate;
 
 /// Networks whose addresses pods cannot use.
 const UNUSABLE: [(&str, &str); 8] = [

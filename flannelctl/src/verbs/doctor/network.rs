@@ -23,7 +23,7 @@ use flannel_doctor::{Examination, Finding, Layer, LayerState, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
-use flannel_subnet::{ConfigText, SubnetEnv};
+use flannel_subnet::{ConfigText, subnet_file};
 use serde_json::Value;
 
 use super::store::{ask_for_time, lock, slow};
@@ -268,7 +268,7 @@ async fn of_config(
     let own = offline::own_subnets(global);
     let kernel = NetlinkKernel::open().ok();
     let uplink = kernel.and_then(|kernel| offline::uplink(&kernel, &config, selectors).ok());
-    let mtu = SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu);
+    let mtu = subnet_file::read(&global.subnet_file).ok().map(|env| env.mtu);
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
     let offer = leases.iter().find(|lease| is_own(lease)).map(|lease| &lease.attrs.preferred);
     let public = offer.map(|offer| offer.public).unwrap_or_default();

@@ -6,8 +6,9 @@
 
 use std::sync::Arc;
 
+use flannel_core::SubnetEnv;
 use flannel_core::status::Status;
-use flannel_subnet::SubnetEnv;
+use flannel_subnet::subnet_file;
 use tokio::sync::watch;
 
 use super::RULES;
@@ -40,7 +41,8 @@ impl SubnetFile<'_> {
         };
         let path = network.settings.subnet_file.clone();
         let go_flannel = network.go_flannel.clone();
-        let write = move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file());
+        let write =
+            move || subnet_file::write(&path, &env).map(|()| go_flannel.wrote_subnet_file());
         network.go_flannel.writes.run(write).await?;
         network.observer.note(|facts| facts.subnet_file = true);
         Ok(())
@@ -56,7 +58,7 @@ impl SubnetFile<'_> {
             return std::future::pending().await;
         }
         let write = async || self.write().await;
-        let restored = SubnetEnv::restore(&self.network.settings.subnet_file, write).await;
+        let restored = subnet_file::restore(&self.network.settings.subnet_file, write).await;
         let Err(error) = restored;
         error
     }
