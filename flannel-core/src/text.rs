@@ -1,15 +1,15 @@
-//! Texts for messages.
+//! Limits for texts in messages.
 
 use std::borrow::Cow;
 
-/// The number of characters of a value in a message that is longer.
+/// The largest number of characters of a value that a message quotes.
 pub const QUOTED: usize = 120;
 
-/// The number of characters of a reason that is longer: it may quote several values.
+/// The largest number of characters of a reason in a message. A reason may quote several values.
 pub const REASON: usize = 480;
 
-/// The first `most` characters of a text, and `…` if it has more. Another party may have written
-/// the text, so that it has any size.
+/// The first `most` characters of a text, and `…` if it has more. Use it for a text that another
+/// party has written, because such a text may have any size.
 ///
 /// ```
 /// use flannel_core::text::shorten;

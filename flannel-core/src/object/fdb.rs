@@ -5,21 +5,21 @@ use std::net::IpAddr;
 
 use super::{LinkName, MacAddr};
 
-/// A permanent forwarding entry: frames for `mac` go to the VTEP at `dst`.
+/// A permanent forwarding entry of a vxlan device: frames for `mac` go to the VTEP at `dst`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fdb {
     /// The vxlan device.
     pub link: LinkName,
-    /// The inner destination.
+    /// The destination of the inner frame: the MAC address of the VTEP.
     pub mac: MacAddr,
-    /// The outer destination.
+    /// The destination of the outer packet: the public address of the VTEP.
     pub dst: IpAddr,
 }
 
 impl Fdb {
-    /// Whether the MAC address names the outer destination ([`MacAddr::naming`]). Of several leases
-    /// that define the entry for one MAC address, only one whose public address it names can be the
-    /// lease of the VTEP that has it.
+    /// Whether the MAC address is derived from the outer destination ([`MacAddr::naming`]). If
+    /// several leases define an entry for one MAC address, such an entry shows which of them is the
+    /// lease of the VTEP with this MAC address.
     pub fn is_named(&self) -> bool {
         self.mac == MacAddr::naming(self.dst)
     }
