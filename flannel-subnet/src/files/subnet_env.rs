@@ -219,7 +219,7 @@ impl SubnetEnv {
     }
 }
 
-/// Waits until there is no file at `path`.
+/// Waits until the file at `path` does not exist.
 async fn removed(path: &Path) -> io::Result<()> {
     let events = AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_DELETE_SELF;
     loop {
