@@ -192,16 +192,8 @@ fn pod_network(
     let network: Option<Subnet> = fields.parsed(net, example)?;
     let expected_len = "a prefix length in bits, 0 for automatic";
     let given_len: u64 = fields.take(len, expected_len)?.unwrap_or(0);
-    let bound = |field: &str| -> Result<Option<IpAddr>, FieldError> {
-        let expected = format!("an {family} address inside {net}");
-        let address: Option<IpAddr> = fields.parsed(field, &expected)?;
-        match address.filter(|a| !a.is_unspecified()) {
-            Some(a) if Family::of(a) != family => Err(fields.error(field, &a, expected)),
-            address => Ok(address),
-        }
-    };
-    let given_min = bound(first)?;
-    let given_max = bound(last)?;
+    let given_min = bound(fields, [net, first], family)?;
+    let given_max = bound(fields, [net, last], family)?;
     if let Some(other) = network.filter(|n| n.family() != family) {
         return Err(bad_network(&other, example));
     }
@@ -238,6 +230,20 @@ fn pod_network(
         return Err(fields.error(last, &max.base(), expected));
     }
     Ok(Some(PodNetwork { network, subnet_len, min, max }))
+}
+
+/// The first or last subnet in the config. `None` if the field is absent or `0.0.0.0`, as in Go.
+fn bound(
+    fields: &Fields,
+    [net, field]: [&str; 2],
+    family: Family,
+) -> Result<Option<IpAddr>, FieldError> {
+    let expected = format!("an {family} address inside {net}");
+    let address: Option<IpAddr> = fields.parsed(field, &expected)?;
+    match address.filter(|a| !a.is_unspecified()) {
+        Some(a) if Family::of(a) != family => Err(fields.error(field, &a, expected)),
+        address => Ok(address),
+    }
 }
 
 /// The prefix length of a node's subnet. At least 4 subnets must fit, because the first is skipped.

@@ -97,7 +97,8 @@ impl Fields {
         expected: &str,
     ) -> Result<Option<T>, FieldError> {
         let Some(raw) = self.raw(name) else { return Ok(None) };
-        serde_json::from_str(raw.get()).map_err(|_| self.error(name, &raw.get(), expected))
+        let value = serde_json::from_str(raw.get());
+        value.map(Some).map_err(|_| self.error(name, &raw.get(), expected))
     }
 
     /// The value of the field, parsed from a JSON string, or `None` if the field is absent or

@@ -64,7 +64,7 @@ impl AcceptedPeers {
 
     /// The leases of the peers, in the order of their subnets.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Lease>> {
-        self.leases.iter().filter(|lease| {
+        self.leases.iter().filter(move |lease| {
             self.own != Some(lease.subnets) && !self.rejected.contains_key(&lease.subnets)
         })
     }

@@ -115,7 +115,7 @@ impl Blueprint {
 
     /// The routes in `base` to whole pod networks.
     fn whole_network_routes(&self) -> impl Iterator<Item = Route> {
-        self.base.iter().filter_map(|object| match object {
+        self.base.iter().filter_map(move |object| match object {
             Object::Route(route) => self.footprint.networks.contains(&route.dst).then_some(*route),
             _ => None,
         })

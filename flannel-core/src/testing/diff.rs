@@ -1,6 +1,6 @@
 //! The difference between two sets of objects, as an oracle for tests.
 
-use crate::object::{Change, Object, ObjectSet};
+use crate::object::{Change, ObjectSet};
 
 /// The changes that turn `actual` into `want`: puts in the order of creation, then deletions in the
 /// reverse order. An object that is inexact in `actual` is put again.
