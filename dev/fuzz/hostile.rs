@@ -67,10 +67,10 @@ fn wireguard(
 /// The lease of an honest node with both backends. Its MAC address names its public address.
 fn honest(n: u8) -> Arc<Lease> {
     let public: IpAddr = [192, 0, 2, n].into();
-    let offer = |kind: &'static str, data: String| Offer {
-        public: [public].into_iter().collect(),
-        kind: kind.into(),
-        data: Dual { v4: Some(data.into()), v6: None },
+    let offer = |kind: &'static str, data: String| {
+        Offer::new([public].into_iter().collect())
+            .with_kind(kind)
+            .with_data(Dual { v4: Some(data.into()), v6: None })
     };
     let mac = MacAddr::derived_from(public);
     let preferred = offer("vxlan", format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#));

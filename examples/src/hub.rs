@@ -35,7 +35,7 @@ impl Backend for Hub {
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         let (gateway, link, mtu) = (router(config)?, node.uplink.name, node.uplink.mtu);
         let (public, footprint) = (node.uplink.public, self.footprint(config, Some(link))?);
-        let offer = Offer { public, ..Offer::default() };
+        let offer = Offer::new(public);
         Ok(Prepared::new(offer, move |_| {
             let mut blueprint = Blueprint::new(mtu, move |subnets, _offer, _env, objects| {
                 let via = Via::Gateway { gateway, link, onlink: false };

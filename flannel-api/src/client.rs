@@ -17,13 +17,13 @@ use crate::{
 /// The timeout of each read and write. A daemon that takes longer counts as not answering.
 const TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Why there is no answer.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// No daemon answers at the socket.
     #[error(
-        "flanneld does not answer{}: {reason}",
+        "the daemon does not answer{}: {reason}",
         socket.as_ref().map(|path| format!(" at {}", path.display())).unwrap_or_default()
     )]
     NoDaemon {
@@ -34,8 +34,8 @@ pub enum Error {
     },
     /// The caller may not open the socket, so it is not known whether a daemon runs.
     #[error(
-        "{}: {source}: whether flanneld runs is not known; only root and the group of \
-         flanneld's --control-group may open the socket", socket.display()
+        "{}: {source}: whether the daemon runs is not known; only root and the group of the \
+         socket may open it", socket.display()
     )]
     Denied {
         /// The socket.
@@ -219,9 +219,10 @@ impl Client {
         let (head, body) = answer
             .split_once("\r\n\r\n")
             .ok_or_else(|| gone("the answer is incomplete".to_owned()))?;
-        let no_json = |_| gone(format!("the answer is not flanneld's: {}", body.trim()));
         // Not every answer has these fields.
-        let envelope: Envelope = serde_json::from_str(body).map_err(no_json)?;
+        let envelope: Envelope = serde_json::from_str(body).map_err(|_| {
+            gone(format!("the answer does not come from the daemon: {}", body.trim()))
+        })?;
         let status = head.split(' ').nth(1);
         if status != Some("200") {
             let reason = envelope.error.unwrap_or_else(|| "the daemon gave no reason".to_owned());
@@ -237,8 +238,10 @@ impl Client {
     }
 
     fn exchange(&self, method: &str, target: &str) -> std::io::Result<String> {
-        let socket =
-            self.socket.as_ref().ok_or_else(|| std::io::Error::other("--control-socket is off"))?;
+        let socket = self
+            .socket
+            .as_ref()
+            .ok_or_else(|| std::io::Error::other("the control socket is off"))?;
         let mut stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(TIMEOUT))?;
         stream.set_write_timeout(Some(TIMEOUT))?;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::address::{Dual, Family};
+use flannel_core::address::Dual;
 use flannel_core::backend::{ExternalInterface, Transport};
 use flannel_core::config::PodNetwork;
 use flannel_core::kernel::{Process, Refused, Traffic};
@@ -34,7 +34,7 @@ pub fn by_family<T, U>(values: &Dual<T>, report: impl Fn(&T) -> U) -> BTreeMap<S
 }
 
 impl TransportReport {
-    /// The report of a transport; `None` if this version of the API has no name for its kind.
+    /// The report of a transport, or `None` if this version of the API has no name for its kind.
     pub const fn new(transport: &Transport) -> Option<Self> {
         match transport {
             Transport::Udp(port) => Some(Self::Udp(*port)),
@@ -68,7 +68,8 @@ impl PeerReport {
 }
 
 impl LeaseReport {
-    /// The report of this node's lease. `lapsed`: its time ran out, and the store does not answer.
+    /// The report of this node's lease. `lapsed` says that the lease expired while the store did
+    /// not answer.
     pub fn new(
         own: Subnets,
         ownership: &subnet::Ownership,
@@ -144,10 +145,10 @@ impl From<&Refused> for GuardReport {
 impl From<&Traffic> for TrafficReport {
     fn from(Traffic { sent, received, dropped, .. }: &Traffic) -> Self {
         Self {
-            sent_packets: sent.map(|(packets, _)| packets),
-            sent_bytes: sent.map(|(_, bytes)| bytes),
-            received_packets: received.map(|(packets, _)| packets),
-            received_bytes: received.map(|(_, bytes)| bytes),
+            sent_packets: sent.map(|sent| sent.packets),
+            sent_bytes: sent.map(|sent| sent.bytes),
+            received_packets: received.map(|received| received.packets),
+            received_bytes: received.map(|received| received.bytes),
             dropped: dropped.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
         }
     }
@@ -160,7 +161,7 @@ impl From<&Histogram> for LatencyReport {
 }
 
 /// An upper bound for this `share` of the durations, from 0 to 1, in seconds: the bound of a
-/// bucket. `None` if there are no durations, or the bucket has no bound.
+/// bucket. `None` without durations, or if the bucket has no bound.
 fn quantile(latency: &Histogram, share: f64) -> Option<f64> {
     let wanted = (share * latency.count() as f64).ceil().max(1.0);
     let mut seen = 0;
@@ -178,8 +179,8 @@ impl From<&StoreStatus> for StoreReport {
         Self {
             name: store.store.clone(),
             kind: StoreKind::from(&store.kind),
-            answered: store.confirmed.map(|(_, at)| seconds(at)),
-            revision: store.confirmed.map(|(revision, _)| revision.0),
+            answered: store.confirmed.map(|answer| seconds(answer.at)),
+            revision: store.confirmed.map(|answer| answer.revision.0),
             requests: store.requests(),
             failures: store.failures(),
             error: last_error.map(|error| error.text.clone()),
@@ -261,34 +262,46 @@ impl From<&Rejection> for RejectionReport {
 
 impl SubnetsReport {
     /// The use of each pod network. A number that does not fit into 64 bits is reported as the
-    /// largest one. `given` are this node's subnets, if the store assigns subnets from the whole
-    /// network, as Kubernetes does. Then subnets of that size are counted, because nodes may have
-    /// smaller or larger ones.
+    /// largest number of 64 bits. `given` are this node's subnets if the store assigns subnets from
+    /// the whole network, as Kubernetes does. Then subnets of that size are counted, because nodes
+    /// may have smaller or larger subnets.
     pub fn all(config: &Config, leases: &LeaseSet, given: Option<Subnets>) -> Vec<Self> {
-        let report = |(family, pod): (Family, &PodNetwork)| {
-            let unit = given.and_then(|given| given.family(family));
-            let inside = |subnet: &Subnet| match unit {
-                Some(_) => pod.network.covers(subnet),
-                None => *subnet >= pod.min && *subnet <= pod.max,
-            };
-            let taken = leases.iter().filter_map(|lease| lease.subnets.family(family));
-            let size = |subnet: Subnet| unit.map_or(1.0, |unit| parts(unit, subnet));
-            let used = taken.filter(inside).map(size).sum::<f64>().ceil() as u64;
-            let total = match unit {
-                Some(unit) => {
-                    1_u128.checked_shl((unit.len().saturating_sub(pod.network.len())).into())
-                }
-                None => Some(pod.subnets()),
-            };
-            let total = total.and_then(|total| u64::try_from(total).ok()).unwrap_or(u64::MAX);
-            Self { family: family.to_string(), total, used, free: total.saturating_sub(used) }
-        };
-        config.networks.iter().map(report).collect()
+        let mut reports = Vec::new();
+        for (family, pods) in config.networks.iter() {
+            let taken: Vec<Subnet> =
+                leases.iter().filter_map(|lease| lease.subnets.family(family)).collect();
+            reports.push(match given.and_then(|given| given.family(family)) {
+                Some(unit) => Self::in_units(pods, &taken, unit),
+                None => Self::from_min_to_max(pods, &taken),
+            });
+        }
+        reports
+    }
+
+    /// Counts the subnets from `SubnetMin` to `SubnetMax`.
+    fn from_min_to_max(pods: &PodNetwork, taken: &[Subnet]) -> Self {
+        let used = taken.iter().filter(|subnet| (pods.min..=pods.max).contains(*subnet)).count();
+        Self::new(pods, Some(pods.subnets()), used as u64)
+    }
+
+    /// Counts the subnets of the size of `unit` in the whole pod network.
+    fn in_units(pods: &PodNetwork, taken: &[Subnet], unit: Subnet) -> Self {
+        let total = 1_u128.checked_shl(unit.len().saturating_sub(pods.network.len()).into());
+        let inside = taken.iter().filter(|subnet| pods.network.covers(subnet));
+        let used: f64 = inside.map(|subnet| parts(unit, *subnet)).sum();
+        Self::new(pods, total, used.ceil() as u64)
+    }
+
+    /// A report with `total` subnets, or with more than fit into 128 bits (`None`).
+    fn new(pods: &PodNetwork, total: Option<u128>, used: u64) -> Self {
+        let total = total.and_then(|total| u64::try_from(total).ok()).unwrap_or(u64::MAX);
+        let family = pods.network.family().to_string();
+        Self { family, total, used, free: total.saturating_sub(used) }
     }
 }
 
-/// The number of subnets of `unit`'s size in `subnet`; less than 1 if `subnet` is smaller. Does not
-/// use `exp2`, because that would load all of libm.
+/// The number of subnets of the size of `unit` in `subnet`. It is less than 1 if `subnet` is
+/// smaller. Does not use `exp2`, because that would load all of libm.
 fn parts(unit: Subnet, subnet: Subnet) -> f64 {
     let power = |more: u8| (0..more).fold(1.0, |product, _| product * 2.0);
     power(unit.len().saturating_sub(subnet.len())) / power(subnet.len().saturating_sub(unit.len()))

@@ -92,9 +92,10 @@ pub struct ReloadReport {
 pub struct TrialReport {
     /// [`VERSION`].
     pub version: u32,
-    /// Whether the config was tried. It is not while no network runs.
+    /// Whether the config was tried. It is not tried while no network runs.
     pub tried: bool,
-    /// The obstacle on this node, as a sentence without a full stop; `null`: there is none.
+    /// The obstacle on this node, as a sentence without a full stop, or `null` if the network can
+    /// be built.
     pub obstacle: Option<String>,
     /// Fields that this version does not know.
     #[serde(flatten)]

@@ -12,8 +12,8 @@ use crate::More;
 pub struct PathsReport {
     /// [`VERSION`](crate::VERSION).
     pub version: u32,
-    /// The numbers of paths. `null`: paths are not probed, no network runs, or this node's lease
-    /// has run out.
+    /// The numbers of paths. `null` if paths are not probed, if no network runs, or if the lease of
+    /// this node has expired.
     pub summary: Option<PathsSummary>,
     /// One for each other node and family: failing paths first, then the longest round trips.
     pub paths: Vec<PathReport>,
@@ -31,13 +31,13 @@ pub struct PathsSummary {
     pub states: BTreeMap<PathState, u64>,
     /// The number of paths that fail, as [`PathState::fails`] says.
     pub failing: u64,
-    /// Why routes have lower MTUs (`--path-mtu`), as sentences without a full stop; at most five of
-    /// them. An older daemon does not send it.
+    /// Why routes have lower MTUs (`--path-mtu`), as at most five sentences without a full stop. An
+    /// older daemon does not send this field.
     #[serde(default)]
     pub lowered: Vec<String>,
-    /// The age of the oldest result, 0 without paths; `null`: a path has none yet.
+    /// The age of the oldest result. It is 0 without paths, and `null` if a path has no result yet.
     pub oldest: Option<f64>,
-    /// Why paths cannot be probed; `null`: they can.
+    /// Why paths cannot be probed, or `null` if they can.
     pub error: Option<String>,
     /// Fields that this version does not know.
     #[serde(flatten)]
@@ -53,16 +53,17 @@ pub struct PathReport {
     pub family: String,
     /// Its state.
     pub state: PathState,
-    /// When it began to fail, or to lose packets of full size; `null`: it does neither.
+    /// When it began to fail or to lose packets of full size, or `null` if it does neither.
     pub since: Option<f64>,
-    /// When it was probed last; `null`: not yet.
+    /// When it was probed last, or `null` if it was not probed yet.
     pub probed: Option<f64>,
     /// The last round trip of a small packet.
     pub round_trip: Option<f64>,
-    /// The largest packet that passes, in bytes; `null`: larger ones are not lost, or the size is
-    /// not known.
+    /// The largest packet that passes, in bytes. `null` if larger packets are not lost, or if the
+    /// size is not known.
     pub passes: Option<u16>,
-    /// The MTU that the daemon gave the route (`--path-mtu`), in bytes; `null`: none.
+    /// The MTU that the daemon gave the route (`--path-mtu`), in bytes, or `null` if it did not
+    /// give the route an MTU.
     pub mtu: Option<u16>,
     /// The fault, or why the route has this MTU, as a sentence without a full stop.
     pub text: Option<String>,
@@ -73,7 +74,7 @@ pub struct PathReport {
     pub more: More,
 }
 
-/// The state of a path. The order is that of the names.
+/// The state of a path. States are ordered by their names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]

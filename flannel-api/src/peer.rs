@@ -33,10 +33,10 @@ pub struct PeerReport {
     pub state: PeerState,
     /// Why it is not in place, or what is wrong with its lease although it is.
     pub reason: Option<String>,
-    /// The cause of the rejection, for programs; `null` if the lease is not rejected.
+    /// The cause of the rejection, for programs, or `null` if the lease is not rejected.
     #[serde(default)]
     pub rejection: Option<RejectionCause>,
-    /// When its lease changed last; `null`: not while this network has run.
+    /// When its lease changed last, or `null` if it has not changed since this network started.
     pub changed: Option<f64>,
     /// The encrypted tunnels to it, one for each device. An older daemon does not send them.
     #[serde(default)]
@@ -46,7 +46,7 @@ pub struct PeerReport {
     pub more: More,
 }
 
-/// The state of the objects of a peer. The order is the one of a report: trouble first.
+/// The state of the objects of a peer. States are ordered as in a report, with errors first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -82,10 +82,10 @@ impl fmt::Display for PeerState {
 pub struct TunnelReport {
     /// The tunnel device.
     pub device: String,
-    /// The age of the last handshake, in seconds; 0 if the clock was set back since then; `null`:
-    /// there was none since the peer was added.
+    /// The age of the last handshake, in seconds. It is 0 if the clock was set back since then, and
+    /// `null` if there was no handshake since the peer was added.
     pub handshake: Option<f64>,
-    /// The address and port to which packets go; `null`: those of the lease.
+    /// The address and port to which packets go, or `null` if they are the ones in the lease.
     pub endpoint: Option<String>,
     /// Received bytes since the peer was added, with headers and handshakes.
     pub received: u64,

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::RejectionReport;
 
-/// How much a problem or a finding matters. The order is the one of a report: errors first.
+/// How much a problem or a finding matters. Severities are ordered as in a report, errors first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
@@ -40,7 +40,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// A problem without a hint. Its text is that of the cause.
+    /// A problem without a hint. The cause gives the text.
     pub fn new(severity: Severity, cause: ProblemCause) -> Self {
         let text = cause.to_string();
         Self { severity, cause, text, hint: None }
@@ -114,7 +114,7 @@ pub enum ProblemCause {
         /// The error.
         error: String,
     },
-    /// Another program puts its rules before those of `RequireEncryption`.
+    /// Another program puts its rules before the rules of `RequireEncryption`.
     FirewallContested,
     /// Packets are dropped because they would leave unencrypted.
     UnencryptedDropped,
@@ -192,7 +192,7 @@ pub enum ProblemCause {
         /// Why not.
         reason: String,
     },
-    /// The network should be rebuilt, and no other one can be built.
+    /// The network should be rebuilt, and another network cannot be built.
     RebuildBlocked {
         /// Why not.
         reason: String,
@@ -217,7 +217,7 @@ pub enum LeaseLoss {
         /// Why.
         reason: String,
     },
-    /// It expired, and none is requested, because no network can be built.
+    /// It expired. The daemon does not request another lease, because it cannot build a network.
     NoNetwork {
         /// Why not.
         reason: String,

@@ -4,7 +4,8 @@ use std::net::IpAddr;
 
 /// `GET`: [`StatusReport`](crate::StatusReport).
 pub const STATUS: &str = "/v1/status";
-/// `GET`: the same. Checks that start a process are repeated, once a second at most.
+/// `GET`: [`StatusReport`](crate::StatusReport). The daemon repeats the checks that start a
+/// process, at most once a second.
 pub const FRESH_STATUS: &str = "/v1/status?fresh=true";
 /// `GET`: [`PeersReport`](crate::PeersReport).
 pub const PEERS: &str = "/v1/peers";
@@ -30,9 +31,13 @@ pub fn log(filter: &str) -> String {
 
 /// Percent encoding of a parameter's value.
 fn encode(text: &str) -> String {
-    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-._~:".contains(&b);
     text.bytes()
-        .map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") })
+        .map(|b| match b {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b':' => {
+                char::from(b).to_string()
+            }
+            _ => format!("%{b:02X}"),
+        })
         .collect()
 }
 

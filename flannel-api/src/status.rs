@@ -77,13 +77,13 @@ pub struct NetworkReport {
     /// The backend type in the leases of its backend.
     #[serde(default)]
     pub lease_type: String,
-    /// The code that moves the packets, if the backend has several; else empty.
+    /// The code that moves the packets. It is empty if the backend always uses the same code.
     #[serde(default)]
     pub path: String,
-    /// The move to the backend of the network config; `null`: none is under way.
+    /// The move to the backend of the network config, or `null` if the node is not moving.
     #[serde(default)]
     pub moving: Option<MoveReport>,
-    /// The network config in the store, if this node cannot follow it; `null`: it does.
+    /// The network config in the store if this node does not use it, or `null` if it does.
     #[serde(default)]
     pub refused_config: Option<RefusedConfig>,
     /// The largest packet that pods may send, in bytes.
@@ -94,10 +94,10 @@ pub struct NetworkReport {
     pub lease: LeaseReport,
     /// The external interface.
     pub interface: InterfaceReport,
-    /// The tunnel device of each family, such as `flannel.1` of `IPv4`; empty without tunnels.
+    /// The tunnel device of each family, such as `flannel.1` of `IPv4`. Empty without tunnels.
     #[serde(default)]
     pub devices: BTreeMap<String, String>,
-    /// The bytes that the tunnel adds to a packet of each family; empty without tunnels.
+    /// The bytes that the tunnel adds to a packet of each family. Empty without tunnels.
     #[serde(default)]
     pub overhead: BTreeMap<String, u32>,
     /// The kinds of packets, such as tunnel packets, that other nodes send to this one in addition
@@ -115,7 +115,7 @@ pub struct NetworkReport {
     pub objects: u64,
     /// The objects that the kernel refuses.
     pub failing: Counted<FailureReport>,
-    /// All other nodes. `listed` begins with the rejected, failing and pending ones; then come the
+    /// All other nodes. `listed` begins with rejected, failing and pending nodes. Then come the
     /// nodes whose leases changed last.
     pub peers: Counted<PeerReport>,
     /// The number of peers whose leases are accepted.
@@ -126,7 +126,7 @@ pub struct NetworkReport {
     /// The number of peers whose objects are not all in the kernel yet. Failing peers do not count.
     #[serde(default)]
     pub pending: u64,
-    /// The numbers of paths to peers; `null`: paths are not probed.
+    /// The numbers of paths to peers, or `null` if paths are not probed.
     #[serde(default)]
     pub paths: Option<PathsSummary>,
     /// The use of each pod network.
@@ -135,12 +135,12 @@ pub struct NetworkReport {
     pub repairs: RepairsReport,
     /// The time from a lease's arrival to the kernel's acknowledgement.
     pub latency: LatencyReport,
-    /// The packets that the backend moves or drops itself; `null`: there are none, or they are not
-    /// known now.
+    /// The packets that the backend moves or drops itself. `null` if it does not handle packets, or
+    /// if their numbers cannot be read now.
     #[serde(default)]
     pub traffic: Option<TrafficReport>,
-    /// The packets that the guard of the tunnel refused; `null`: nothing is checked, or they are
-    /// not known now.
+    /// The packets that the guard of the tunnel refused. `null` if packets are not checked, or if
+    /// their numbers cannot be read now.
     #[serde(default)]
     pub guard: Option<GuardReport>,
     /// Fields that this version does not know.
@@ -161,7 +161,7 @@ pub struct GuardReport {
 /// it. Its last network runs on, and the node tries again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RefusedConfig {
-    /// The type of the backend in that config; empty if the config is not valid.
+    /// The type of the backend in that config. It is empty if the config is not valid.
     pub backend: String,
     /// The obstacle, as a sentence without a full stop.
     pub reason: String,
@@ -170,11 +170,11 @@ pub struct RefusedConfig {
 /// The packets that a backend moves or drops itself, since its data plane began.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrafficReport {
-    /// Packets that were sent to other nodes; `null`: the kernel moves them.
+    /// Packets that were sent to other nodes, or `null` if the kernel moves them.
     pub sent_packets: Option<u64>,
     /// Their bytes.
     pub sent_bytes: Option<u64>,
-    /// Packets that were received from other nodes; `null`: the kernel moves them.
+    /// Packets that were received from other nodes, or `null` if the kernel moves them.
     pub received_packets: Option<u64>,
     /// Their bytes.
     pub received_bytes: Option<u64>,
@@ -195,7 +195,7 @@ pub struct MoveReport {
     pub leases: u64,
     /// The number of leases that offer `to`.
     pub offering: u64,
-    /// The event before the next step, as a noun; `null`: the step is being done.
+    /// The event before the next step, as a noun, or `null` if the step is being done.
     pub waits_for: Option<String>,
 }
 
@@ -273,7 +273,7 @@ pub struct FailureReport {
     pub object: String,
     /// The change that the kernel refuses.
     pub change: String,
-    /// The key of the lease that defines it; `null`: this node's own.
+    /// The key of the lease that defines the object, or `null` for an object of this node.
     pub peer: Option<String>,
     /// The kernel's error number.
     pub errno: i32,
@@ -290,7 +290,8 @@ pub struct FailureReport {
 pub struct SubnetsReport {
     /// `IPv4` or `IPv6`.
     pub family: String,
-    /// Subnets from `SubnetMin` to `SubnetMax`; in Kubernetes subnets of this node's size.
+    /// Subnets from `SubnetMin` to `SubnetMax`. In Kubernetes, subnets of the size of this node's
+    /// subnet.
     pub total: u64,
     /// Subnets that nodes hold.
     pub used: u64,
@@ -317,10 +318,10 @@ pub struct RepairReport {
     /// The repaired object, and the author of the change, as text.
     pub text: String,
     /// The process that made the change, such as `ip (process 4711)`, or `probably ip (process
-    /// 4711)` if it may be another one; `null` if it is not known.
+    /// 4711)` if it may be another process. `null` if it is not known.
     #[serde(default)]
     pub process: Option<String>,
-    /// That process, for programs; `null` if it is not known.
+    /// That process, for programs, or `null` if it is not known.
     #[serde(default)]
     pub author: Option<ProcessReport>,
 }
@@ -333,7 +334,7 @@ pub struct ProcessReport {
     pub name: String,
     /// Its id.
     pub pid: u32,
-    /// Whether it surely made the change. Otherwise it may be another process.
+    /// Whether it certainly made the change. If not, another process may have made it.
     pub certain: bool,
 }
 
@@ -350,7 +351,7 @@ impl fmt::Display for ProcessReport {
 pub struct LatencyReport {
     /// The number of changes.
     pub count: u64,
-    /// The median; `null` without changes, or beyond the range that is measured.
+    /// The median. `null` without changes, or if it is beyond the range that is measured.
     pub p50: Option<f64>,
     /// The 99th percentile.
     pub p99: Option<f64>,

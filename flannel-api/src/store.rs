@@ -12,7 +12,7 @@ pub struct StoreReport {
     /// Its kind and place.
     #[serde(default)]
     pub kind: StoreKind,
-    /// When it answered last; `null`: this daemon has got no answer yet.
+    /// When it answered last, or `null` if it has not answered this daemon yet.
     pub answered: Option<f64>,
     /// The revision of its last answer.
     pub revision: Option<u64>,
@@ -20,9 +20,9 @@ pub struct StoreReport {
     pub requests: u64,
     /// The number of requests that failed.
     pub failures: u64,
-    /// Why it does not answer; `null`: it does.
+    /// Why it does not answer, or `null` if it answers.
     pub error: Option<String>,
-    /// The cause of the error, for programs; `null` if it answers.
+    /// The cause of the error, for programs, or `null` if it answers.
     #[serde(default)]
     pub failure: Option<StoreFailure>,
     /// When it failed last.
@@ -73,9 +73,9 @@ pub enum StoreFailure {
     NoSpace,
     /// A process holds the lock of the directory.
     Locked {
-        /// Its program; `null` if it is not known.
+        /// The name of its program, or `null` if it is not known.
         program: Option<String>,
-        /// Its id; `null` if it is not known.
+        /// The process id, or `null` if it is not known.
         pid: Option<u32>,
     },
     /// The database of etcd has reached its quota.

@@ -13,7 +13,7 @@ pub struct WhyReport {
     pub version: u32,
     /// The address in question.
     pub address: String,
-    /// Packets take the right route, as far as this host knows.
+    /// Whether packets take the right route, as far as this host knows.
     pub ok: bool,
     /// A sentence without a full stop.
     pub verdict: String,
@@ -27,14 +27,15 @@ pub struct WhyReport {
     pub node: Option<String>,
     /// Why the lease is rejected.
     pub rejection: Option<RejectionReport>,
-    /// The kernel objects that the lease defines; empty without a daemon.
+    /// The kernel objects that the lease defines. The list is empty if no daemon runs.
     pub objects: Vec<ObjectReport>,
     /// The kernel's route for a packet to the address.
     pub kernel: String,
-    /// The encrypted tunnel to the node; `null`: there is none, or it is not known.
+    /// The encrypted tunnel to the node, or `null` if it does not exist or is not known.
     #[serde(default)]
     pub tunnel: Option<TunnelReport>,
-    /// Why the leases may be out of date; only without a daemon, and if the store does not answer.
+    /// Why the leases may be out of date. `null` unless no daemon runs and the store does not
+    /// answer.
     pub stale: Option<String>,
     /// Fields that this version does not know.
     #[serde(flatten)]
@@ -64,7 +65,7 @@ pub enum ObjectState {
         /// The kernel's error.
         error: String,
     },
-    /// It is not wanted, because the lease is rejected.
+    /// It is not desired, because the lease is rejected.
     #[serde(rename = "not wanted")]
     Unwanted,
     /// It is not in the kernel yet.

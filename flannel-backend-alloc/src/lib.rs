@@ -41,7 +41,7 @@ impl Backend for Alloc {
     }
 
     async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
-        let offer = Offer { public: node.uplink.public, ..Offer::default() };
+        let offer = Offer::new(node.uplink.public);
         let mtu = node.uplink.mtu;
         Ok(Prepared::new(offer, move |_| {
             let blueprint = Blueprint::new(mtu, |_, _, _, _| Ok(()));

@@ -15,13 +15,8 @@ async fn every_lease_is_accepted_and_nothing_is_installed() {
     let kernel = FakeKernel::with_uplink("eth0");
     let subnets = FakeSubnets::new("10.1.0.0/16");
     let address = [IpAddr::from([192, 0, 2, 1])].into_iter().collect();
-    let uplink = ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1500,
-        address,
-        public: address,
-        reason: "the test says so".into(),
-    };
+    let uplink = ExternalInterface::new("eth0".parse().unwrap(), 1500, address)
+        .with_reason("the test says so");
     let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
     let config = subnets.network_config().await.unwrap();
     assert_eq!(Alloc.footprint(&config, None).unwrap(), Footprint::default());

@@ -92,7 +92,7 @@ impl Backend for Extension {
         let data = self.output_of_pre_startup(&options).await?;
         let public = node.uplink.address;
         let data = Dual { v4: data.map(|text| json(&text).into()), v6: None };
-        let offer = Offer { public, data, ..Offer::default() };
+        let offer = Offer::new(public).with_data(data);
         let footprint = self.footprint(config, Some(node.uplink.name))?;
         let mtu = node.uplink.mtu;
         let networks: Dual<Subnet> = config.pod_networks().collect();

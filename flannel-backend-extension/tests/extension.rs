@@ -107,13 +107,9 @@ impl Place {
 }
 
 fn uplink() -> ExternalInterface {
-    ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1400,
-        address: dual(&["192.0.2.1", "2001:db8::1"]),
-        public: dual(&["198.51.100.1", "2001:db8::1"]),
-        reason: "the test says so".into(),
-    }
+    ExternalInterface::new("eth0".parse().unwrap(), 1400, dual(&["192.0.2.1", "2001:db8::1"]))
+        .with_public(dual(&["198.51.100.1", "2001:db8::1"]))
+        .with_reason("the test says so")
 }
 
 /// A daemon's network, until it is dropped.
@@ -153,11 +149,11 @@ async fn in_sync(running: &Running) {
 }
 
 fn peer(data: Option<&str>) -> LeaseAttrs {
-    LeaseAttrs::from(Offer {
-        public: dual(&["192.0.2.7", "2001:db8::7"]),
-        kind: "extension".into(),
-        data: Dual { v4: data.map(|data| json!(data).to_string().into()), v6: None },
-    })
+    LeaseAttrs::from(
+        Offer::new(dual(&["192.0.2.7", "2001:db8::7"]))
+            .with_kind("extension")
+            .with_data(Dual { v4: data.map(|data| json!(data).to_string().into()), v6: None }),
+    )
 }
 
 const SEVEN: &str = "10.1.7.0-24&fd00:1:0:7::-64";
@@ -206,7 +202,7 @@ async fn hostile_leases_are_rejected_with_the_reason_and_run_nothing() {
     let before = place.log();
     let of = |kind: &'static str, public: &[&str]| {
         let public = dual(public);
-        LeaseAttrs::from(Offer { public, kind: kind.into(), ..Offer::default() })
+        LeaseAttrs::from(Offer::new(public).with_kind(kind))
     };
     let at = |public: &str| of("extension", &[public, "2001:db8::50"]);
     let own = running.handle.lease.subnets.to_string();

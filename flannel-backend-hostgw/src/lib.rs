@@ -59,12 +59,9 @@ impl Backend for HostGw {
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         node.may_change(Vec::new()).await?;
-        let offer = Offer {
-            public: Dual::from_fn(|family| {
-                node.uplink.address[family].filter(|_| config.networks[family].is_some())
-            }),
-            ..Offer::default()
-        };
+        let offer = Offer::new(Dual::from_fn(|family| {
+            node.uplink.address[family].filter(|_| config.networks[family].is_some())
+        }));
         let uplink = node.uplink.name;
         let mtu = node.uplink.mtu;
         let footprint = self.footprint(config, Some(uplink))?;

@@ -26,24 +26,18 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     let address: Dual<IpAddr> =
         ["192.0.2.1", "2001:db8::1"].into_iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
     Host::new(
-        ExternalInterface {
-            name: "eth0".parse().unwrap(),
-            mtu: 1500,
-            address,
-            public: address,
-            reason: "it has the default route".into(),
-        },
+        ExternalInterface::new("eth0".parse().unwrap(), 1500, address)
+            .with_reason("it has the default route"),
         Arc::new(kernel.clone()),
         Arc::new(subnets.clone()),
     )
 }
 
 fn peer(public: &[&str]) -> LeaseAttrs {
-    LeaseAttrs::from(Offer {
-        public: public.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        kind: "host-gw".into(),
-        ..Offer::default()
-    })
+    LeaseAttrs::from(
+        Offer::new(public.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect())
+            .with_kind("host-gw"),
+    )
 }
 
 #[tokio::test]

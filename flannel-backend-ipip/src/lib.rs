@@ -77,7 +77,7 @@ impl Backend for Ipip {
         let link = Link { name: device(), mtu, up: true, kind };
         node.may_change(vec![link.clone()]).await?;
         let public = Dual { v4: node.uplink.public.v4, v6: None };
-        let offer = Offer { public, ..Offer::default() };
+        let offer = Offer::new(public);
         let direct = direct_routing(config)?.then_some(uplink);
         let footprint = self.footprint(config, Some(uplink))?;
         Ok(Prepared::new(offer, move |lease| {

@@ -21,13 +21,9 @@ fn address(text: &str) -> Dual<IpAddr> {
 
 /// Behind NAT: other nodes reach it at another address.
 fn uplink() -> ExternalInterface {
-    ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1500,
-        address: address("192.0.2.1"),
-        public: address("198.51.100.1"),
-        reason: "it has the default route".into(),
-    }
+    ExternalInterface::new("eth0".parse().unwrap(), 1500, address("192.0.2.1"))
+        .with_public(address("198.51.100.1"))
+        .with_reason("it has the default route")
 }
 
 /// A host whose kernel uses no nexthop objects, so that the kernel has the objects of the plan.
@@ -37,8 +33,7 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
 }
 
 fn peer(public: &str) -> LeaseAttrs {
-    let kind = "ipip".into();
-    LeaseAttrs::from(Offer { public: address(public), kind, ..Offer::default() })
+    LeaseAttrs::from(Offer::new(address(public)).with_kind("ipip"))
 }
 
 #[tokio::test]
@@ -98,9 +93,9 @@ fn configs_and_interfaces_that_it_cannot_serve_are_refused() {
     assert!(refused(&dual, None).contains("EnableIPv6 is true"), "{}", refused(&dual, None));
     let wrong = CONFIG.replace(r#""ipip""#, r#""ipip","DirectRouting":"yes""#);
     assert!(refused(&wrong, None).contains("DirectRouting"), "{}", refused(&wrong, None));
-    let narrow = ExternalInterface { mtu: 87, ..uplink() };
+    let narrow = uplink().with_mtu(87);
     assert!(refused(CONFIG, Some(&narrow)).contains("87 is too small for IPv4: at least 88"));
-    let bare = ExternalInterface { address: Dual::default(), ..uplink() };
+    let bare = uplink().with_address(Dual::default());
     assert!(refused(CONFIG, Some(&bare)).contains("eth0 has no IPv4 address"));
 }
 
@@ -119,9 +114,7 @@ async fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
     status.wait_for(|status| status.in_sync).await.unwrap();
     let before = kernel.dump();
     let half = own.replace(".0-24", ".128-25");
-    let of = |kind: &'static str, public| {
-        LeaseAttrs::from(Offer { public, kind: kind.into(), ..Offer::default() })
-    };
+    let of = |kind: &'static str, public| LeaseAttrs::from(Offer::new(public).with_kind(kind));
     let hostile = [
         ("10.2.1.0-24", peer("192.0.2.50"), "outside the pod network 10.1.0.0/16"),
         (&*half, peer("192.0.2.50"), "overlaps this node's own lease"),

@@ -5,14 +5,14 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use async_trait::async_trait;
 use flannel_core::Subnet;
 use flannel_core::kernel::{
     Changes, Invalidation, KernelError, LongDrops, Outcome, RecordKeeper, Refused, Traffic,
 };
-use flannel_core::object::{Change, Key, Object, Record, Secret};
+use flannel_core::object::{Change, Object, Record, Secret};
 use flannel_core::runtime::lock;
 use flannel_udp::{DataPlane, Options, Peers, Prefix, Request, Status};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -169,11 +169,6 @@ impl RecordKeeper for Table {
     fn refused(&self) -> Option<Refused> {
         // `traffic` reports an error.
         counted(&self.plane.counts().unwrap_or_default()?)
-    }
-
-    /// Changes end before [`RecordKeeper::apply`] returns.
-    fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
-        Ok(())
     }
 }
 

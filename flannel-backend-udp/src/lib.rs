@@ -131,7 +131,7 @@ impl Backend for UdpBackend {
         let mtu = mtus.min().unwrap_or(uplink.mtu);
         let public =
             Dual::from_fn(|family| uplink.public[family].filter(|_| enabled[family].is_some()));
-        let offer = Offer { public, ..Offer::default() };
+        let offer = Offer::new(public);
         let footprint = self.footprint(config, Some(uplink.name))?;
         let addresses =
             Dual::from_fn(|family| uplink.address[family].filter(|_| enabled[family].is_some()));

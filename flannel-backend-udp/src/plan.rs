@@ -81,7 +81,7 @@ mod tests {
         let addresses = ["192.0.2.7", "2001:db8::7"].map(address).into_iter().collect();
         let local = LocalEnd { addresses, subnets: own };
         let public = public.into_iter().flatten().map(address).collect();
-        let offer = Offer { public, ..Offer::default() };
+        let offer = Offer::new(public);
         let env = Env::new(&|_| None);
         let plan = UdpPlan { families, local, mover };
         let mut objects = Vec::new();

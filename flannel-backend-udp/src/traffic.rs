@@ -5,7 +5,7 @@ use std::io;
 use std::time::Instant;
 
 use flannel_core::Remedy;
-use flannel_core::kernel::{LongDrops, Refused, Traffic};
+use flannel_core::kernel::{LongDrops, PacketCount, Refused, Traffic};
 use flannel_core::remedy::Trouble;
 use flannel_udp::{Options, Status};
 
@@ -47,8 +47,11 @@ pub(crate) fn traffic(status: &Status, drops: &mut LongDrops, now: Instant) -> O
         }
     }
     Some(Traffic {
-        sent: Some((counts.sent_packets, counts.sent_bytes)),
-        received: Some((counts.received_packets, counts.received_bytes)),
+        sent: Some(PacketCount { packets: counts.sent_packets, bytes: counts.sent_bytes }),
+        received: Some(PacketCount {
+            packets: counts.received_packets,
+            bytes: counts.received_bytes,
+        }),
         problems,
         dropped,
     })
@@ -140,8 +143,10 @@ mod tests {
         let of = |name: &str| counts[&name.to_owned()] as u64;
         let status = status(serde_json::to_value(&counts).unwrap());
         let traffic = traffic(&status, &mut LongDrops::default(), Instant::now()).unwrap();
-        assert_eq!(traffic.sent, Some((of("sent_packets"), of("sent_bytes"))));
-        assert_eq!(traffic.received, Some((of("received_packets"), of("received_bytes"))));
+        let sent = PacketCount { packets: of("sent_packets"), bytes: of("sent_bytes") };
+        assert_eq!(traffic.sent, Some(sent));
+        let received = PacketCount { packets: of("received_packets"), bytes: of("received_bytes") };
+        assert_eq!(traffic.received, Some(received));
         assert!(traffic.dropped.iter().all(|(reason, count)| *count == of(reason)));
         let others = names.iter().filter(|name| !traffic.dropped.contains_key(name.as_str()));
         let moved = ["received_bytes", "received_packets", "sent_bytes", "sent_packets"];

@@ -22,13 +22,8 @@ fn address(text: &str) -> Dual<IpAddr> {
 }
 
 fn uplink() -> ExternalInterface {
-    ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1500,
-        address: address("192.0.2.1"),
-        public: address("192.0.2.1"),
-        reason: "it has the default route".into(),
-    }
+    ExternalInterface::new("eth0".parse().unwrap(), 1500, address("192.0.2.1"))
+        .with_reason("it has the default route")
 }
 
 fn config(path: &str, more: &str) -> String {
@@ -103,7 +98,7 @@ async fn a_process_moves_the_packets_that_no_guard_checks() {
 fn a_process_moves_the_packets_behind_a_nat_unless_nobody_checks_them() {
     // The trial of the guard is in the namespace.
     in_netns_async(|| async {
-        let behind_nat = ExternalInterface { public: address("198.51.100.1"), ..uplink() };
+        let behind_nat = uplink().with_public(address("198.51.100.1"));
         let checked = |path| config(path, "").replace(r#""SourceCheck":false,"#, "");
         for (config, uplink, expected) in [
             (checked("auto"), uplink(), "the kernel"),
@@ -126,7 +121,7 @@ async fn routes() {
     let kernel = FakeKernel::with_uplink("eth0");
     let subnets = FakeSubnets::with_config(&config);
     kernel.use_nexthops(false);
-    let peer = Offer { public: address("192.0.2.7"), ..Offer::default() };
+    let peer = Offer::new(address("192.0.2.7"));
     subnets.put_attrs("10.1.7.0-24", LeaseAttrs::from(peer));
     let config = subnets.network_config().await.unwrap();
     let state = tempfile::tempdir().unwrap();

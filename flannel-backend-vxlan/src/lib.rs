@@ -102,11 +102,8 @@ impl Backend for VxlanBackend {
         })?;
         node.may_change(links.values().cloned().collect()).await?;
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
-        let offer = Offer {
-            public: uplink.public,
-            data: macs.map(|_, mac| plan::backend_data(options.vni, *mac).into()),
-            ..Offer::default()
-        };
+        let offer = Offer::new(uplink.public)
+            .with_data(macs.map(|_, mac| plan::backend_data(options.vni, *mac).into()));
         let footprint = self.footprint(config, Some(uplink.name))?;
         let direct = options.direct_routing.then_some(uplink.name);
         let addresses = uplink.address;

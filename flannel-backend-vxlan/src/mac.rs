@@ -152,11 +152,9 @@ mod tests {
         let mac = |n: u8| MacAddr::local([n; 6]);
         let lease = |key: &str, public: [&str; 2], macs: [u8; 2]| {
             let [v4, v6] = macs.map(|n| Some(crate::plan::backend_data(1, mac(n)).into()));
-            let offer = Offer {
-                public: public.map(address).into_iter().collect(),
-                kind: crate::plan::TYPE.into(),
-                data: Dual { v4, v6 },
-            };
+            let offer = Offer::new(public.map(address).into_iter().collect())
+                .with_kind(crate::plan::TYPE)
+                .with_data(Dual { v4, v6 });
             Lease {
                 subnets: key.parse().unwrap(),
                 attrs: offer.into(),

@@ -106,7 +106,7 @@ mod tests {
         let plan_of = |subnets: Subnets, public: [&str; 2]| {
             let public = public.map(address).into_iter().collect();
             let data = Dual { v4: Some(data.clone()), v6: Some(data.clone()) };
-            let offer = Offer { public, kind: TYPE.into(), data };
+            let offer = Offer::new(public).with_kind(TYPE).with_data(data);
             let mut objects = Vec::new();
             let env = Env::new(&|_| None);
             let result = plan.objects(&subnets, &offer, &env, &mut objects);
@@ -154,11 +154,9 @@ mod tests {
         let verdict_of = |public: &str, mac: &str, direct: Option<LinkName>, is_on_link: bool| {
             let devices = Dual { v4: None, v6: Some(device) };
             let plan = VxlanPlan { devices, direct, local: nowhere() };
-            let offer = Offer {
-                public: [public.parse::<IpAddr>().unwrap()].into_iter().collect(),
-                kind: TYPE.into(),
-                data: Dual { v4: None, v6: Some(format!(r#"{{"VtepMAC":"{mac}"}}"#).into()) },
-            };
+            let offer = Offer::new([public.parse::<IpAddr>().unwrap()].into_iter().collect())
+                .with_kind(TYPE)
+                .with_data(Dual { v4: None, v6: Some(format!(r#"{{"VtepMAC":"{mac}"}}"#).into()) });
             let subnets = "0.0.0.0-0&fd00:1:0:7::-64".parse().unwrap();
             let reach = direct.filter(|_| is_on_link).map_or(Reach::NotDirect, Reach::Direct);
             let answer = |_: IpAddr| Some(reach);

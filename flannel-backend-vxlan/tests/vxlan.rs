@@ -26,13 +26,8 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     let address: Dual<IpAddr> =
         ["192.0.2.1", "2001:db8::1"].into_iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
     Host::new(
-        ExternalInterface {
-            name: "eth0".parse().unwrap(),
-            mtu: 1500,
-            address,
-            public: address,
-            reason: "it has the default route".into(),
-        },
+        ExternalInterface::new("eth0".parse().unwrap(), 1500, address)
+            .with_reason("it has the default route"),
         Arc::new(kernel.clone()),
         Arc::new(subnets.clone()),
     )
@@ -41,11 +36,11 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
 
 fn peer(public: [&str; 2], macs: [&str; 2]) -> LeaseAttrs {
     let data = |mac: &str| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
-    LeaseAttrs::from(Offer {
-        public: public.into_iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        kind: "vxlan".into(),
-        data: Dual { v4: data(macs[0]), v6: data(macs[1]) },
-    })
+    LeaseAttrs::from(
+        Offer::new(public.into_iter().map(|a| a.parse::<IpAddr>().unwrap()).collect())
+            .with_kind("vxlan")
+            .with_data(Dual { v4: data(macs[0]), v6: data(macs[1]) }),
+    )
 }
 
 /// Joins and runs a network until it is in sync. Returns the kernel's objects as text.
@@ -263,7 +258,7 @@ async fn the_mac_is_the_published_the_existing_or_a_stable_one() {
     );
 
     let attrs = peer(["192.0.2.1", "2001:db8::1"], ["0a:00:00:00:00:06", "0a:00:00:00:00:07"]);
-    subnets.set_hints(Hints { last_published: Some(attrs), ..Hints::default() });
+    subnets.set_hints(Hints::default().with_last_published(Some(attrs)));
     assert_eq!(
         lease_of(kernel.clone(), subnets.clone()).await,
         r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:06"}"#
@@ -292,7 +287,7 @@ async fn a_mac_that_clashes_in_one_family_is_given_up() {
         kernel.foreign_put(device("flannel-v6.1", mac(6), 1), 0);
         let last = peer(["192.0.2.1", "2001:db8::1"], macs);
         let previous = "10.1.5.0-24&fd00:1:0:5::-64".parse().ok();
-        subnets.set_hints(Hints { last_published: Some(last), previous, ..Hints::default() });
+        subnets.set_hints(Hints::default().with_last_published(Some(last)).with_previous(previous));
         subnets.put_attrs("10.1.9.0-24&fd00:1:0:9::-64", peer(public, macs));
         let attrs = register(&kernel, &subnets).await.unwrap().handle().lease.attrs.clone();
         let data = [attrs.preferred.data.v4.unwrap(), attrs.preferred.data.v6.unwrap()];
@@ -316,7 +311,7 @@ async fn the_mac_of_a_new_device_names_the_address_that_peers_see() {
     ] {
         let kernel = FakeKernel::with_uplink("eth0");
         let subnets = FakeSubnets::with_config(DUAL);
-        subnets.set_hints(Hints { advertised: advertised(texts), ..Hints::default() });
+        subnets.set_hints(Hints::default().with_advertised(advertised(texts)));
         // The other node with this private address.
         let named = own.map(|text| MacAddr::derived_from(text.parse().unwrap()).to_string());
         let other = peer(["203.0.113.7", "2001:db8:9::7"], [&named[0], &named[1]]);
@@ -382,13 +377,13 @@ async fn an_unsuitable_config_is_refused_with_the_reason() {
     let subnets = FakeSubnets::with_config(DUAL);
     let mut host = host(&kernel, &subnets);
     let config = Config::parse(DUAL).unwrap();
-    let small = ExternalInterface { mtu: 1349, ..host.uplink.clone() };
+    let small = host.uplink.clone().with_mtu(1349);
     let error = VxlanBackend.validate(&config, Some(&small)).unwrap_err().to_string();
     assert!(
         error.contains("the interface's MTU 1349 is too small for IPv6: at least 1350"),
         "{error}"
     );
-    for iface in [&ExternalInterface { mtu: 1350, ..small }, &host.uplink] {
+    for iface in [&small.with_mtu(1350), &host.uplink] {
         VxlanBackend.validate(&config, Some(iface)).unwrap();
     }
     host.uplink.address.v6 = None;

@@ -117,7 +117,7 @@ impl Backend for WireguardBackend {
         node.may_change(links.values().cloned().collect()).await?;
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
         let data = ports.map(|_, port| plan::backend_data(keys.public, *port));
-        let offer = Offer { public: uplink.public, data, ..Offer::default() };
+        let offer = Offer::new(uplink.public).with_data(data);
         let footprint = self.footprint(config, Some(uplink.name))?;
         let networks = config.networks.map(|_, pods| pods.network);
         let addresses = uplink.address;

@@ -180,11 +180,9 @@ mod tests {
 
     fn offer(v4: Option<&str>, v6: Option<&str>) -> Offer {
         let data = |port: &str| format!(r#"{{"PublicKey":"{}"{port}}}"#, PublicKey([7; 32])).into();
-        Offer {
-            public: Dual { v4: v4.map(address), v6: v6.map(address) },
-            kind: TYPE.into(),
-            data: Dual { v4: Some(data(r#","Port":1004"#)), v6: Some(data(r#","Port":1006"#)) },
-        }
+        Offer::new(Dual { v4: v4.map(address), v6: v6.map(address) }).with_kind(TYPE).with_data(
+            Dual { v4: Some(data(r#","Port":1004"#)), v6: Some(data(r#","Port":1006"#)) },
+        )
     }
 
     #[test]
@@ -215,7 +213,7 @@ mod tests {
         bad.data.v4 = bad.data.v6.clone();
         let (planned, advisories) = advised(&plan, PEER, &bad);
         assert!(planned.is_err() && advisories.is_empty(), "a rejected lease has one reason");
-        let without = run(&plan, PEER, &Offer { data: Dual::default(), ..both });
+        let without = run(&plan, PEER, &both.with_data(Dual::default()));
         assert!(without.unwrap_err().contains("no public address with backend data"));
     }
 

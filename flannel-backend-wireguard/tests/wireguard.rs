@@ -34,13 +34,9 @@ fn addresses(all: &[&str]) -> Dual<IpAddr> {
 }
 
 fn uplink() -> ExternalInterface {
-    ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1500,
-        address: addresses(&["192.0.2.1", "2001:db8::1"]),
-        public: addresses(&["198.51.100.1", "2001:db8::1"]),
-        reason: "it has the default route".into(),
-    }
+    ExternalInterface::new("eth0".parse().unwrap(), 1500, addresses(&["192.0.2.1", "2001:db8::1"]))
+        .with_public(addresses(&["198.51.100.1", "2001:db8::1"]))
+        .with_reason("it has the default route")
 }
 
 async fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
@@ -54,7 +50,7 @@ async fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
 fn peer(key: &str, public: &[&str]) -> LeaseAttrs {
     let data = |port| Some(format!(r#"{{"PublicKey":"{key}","Port":{port}}}"#).into());
     let data = Dual { v4: data(51820), v6: data(51821) };
-    LeaseAttrs::from(Offer { public: addresses(public), kind: "wireguard".into(), data })
+    LeaseAttrs::from(Offer::new(addresses(public)).with_kind("wireguard").with_data(data))
 }
 
 const KEYS: [&str; 2] = [
@@ -168,7 +164,7 @@ fn configs_that_cannot_work_are_refused() {
         let error = WireguardBackend.validate(&config, Some(&uplink)).unwrap_err().to_string();
         assert!(error.contains(reason), "{error}");
     }
-    let only_v4 = ExternalInterface { address: addresses(&["192.0.2.1"]), ..uplink };
+    let only_v4 = uplink.with_address(addresses(&["192.0.2.1"]));
     for (backend, families) in [("", BOTH), (r#","Mode":"ipv6""#, V4)] {
         let config = Config::parse(&config(backend, families)).unwrap();
         let error = WireguardBackend.validate(&config, Some(&only_v4)).unwrap_err().to_string();
@@ -240,7 +236,7 @@ async fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
     let with = |data: &str| {
         let data = Dual { v4: Some(data.into()), v6: None };
         let public = addresses(&["192.0.2.50"]);
-        LeaseAttrs::from(Offer { public, kind: "wireguard".into(), data })
+        LeaseAttrs::from(Offer::new(public).with_kind("wireguard").with_data(data))
     };
     let [first, second] = KEYS;
     let hostile = [

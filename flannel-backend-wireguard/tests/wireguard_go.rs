@@ -46,13 +46,8 @@ impl Node {
         let kernel = FakeKernel::with_uplink("eth0");
         let subnets = FakeSubnets::with_config(&config(n));
         let address: Dual<IpAddr> = [IpAddr::from([192, 0, 2, n])].into_iter().collect();
-        let uplink = ExternalInterface {
-            name: "eth0".parse().unwrap(),
-            mtu: 1500,
-            address,
-            public: address,
-            reason: "it is the only one".into(),
-        };
+        let uplink = ExternalInterface::new("eth0".parse().unwrap(), 1500, address)
+            .with_reason("it is the only one");
         let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
         Self { n, host, kernel, subnets }
     }

@@ -49,13 +49,8 @@ fn peer(kind: &str, n: u8) -> LeaseAttrs {
 }
 
 fn host(subnets: &FakeSubnets) -> Host {
-    let uplink = ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1500,
-        address: addresses(1),
-        public: addresses(1),
-        reason: "it has the default route".into(),
-    };
+    let uplink = ExternalInterface::new("eth0".parse().unwrap(), 1500, addresses(1))
+        .with_reason("it has the default route");
     let kernel = FakeKernel::with_uplink("eth0");
     Host::new(uplink, Arc::new(kernel), Arc::new(subnets.clone()))
 }

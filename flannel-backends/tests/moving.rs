@@ -21,13 +21,9 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     // So that the kernel has the routes of the plans.
     kernel.use_nexthops(false);
     let address: IpAddr = "192.0.2.1".parse().unwrap();
-    let uplink = ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1500,
-        address: [address].into_iter().collect(),
-        public: [address].into_iter().collect(),
-        reason: "it has the default route".into(),
-    };
+    let uplink =
+        ExternalInterface::new("eth0".parse().unwrap(), 1500, [address].into_iter().collect())
+            .with_reason("it has the default route");
     Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()))
 }
 

@@ -23,7 +23,7 @@ impl Family {
     /// Both families, IPv4 first.
     pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
 
-    /// The bits of an address: 32 or 128.
+    /// The number of bits of an address: 32 or 128.
     pub const fn bits(self) -> u8 {
         match self {
             Self::V4 => 32,
@@ -78,7 +78,7 @@ pub struct Dual<T> {
 }
 
 impl<T> Dual<T> {
-    /// The values that `f` returns for the two families.
+    /// Calls `f` for each family, and keeps the values that it returns.
     pub fn from_fn(mut f: impl FnMut(Family) -> Option<T>) -> Self {
         Self { v4: f(Family::V4), v6: f(Family::V6) }
     }
@@ -103,12 +103,15 @@ impl<T> Dual<T> {
         self.iter().map(|(_, value)| value)
     }
 
-    /// Applies `f` to the values.
+    /// Applies `f` to each value.
     pub fn map<U>(&self, mut f: impl FnMut(Family, &T) -> U) -> Dual<U> {
         Dual::from_fn(|family| self[family].as_ref().map(|value| f(family, value)))
     }
 
-    /// Applies a fallible `f` to the values, and returns its first error.
+    /// Applies a fallible `f` to each value, IPv4 first.
+    ///
+    /// # Errors
+    /// The first error of `f`.
     pub fn try_map<U, E>(
         &self,
         mut f: impl FnMut(Family, &T) -> Result<U, E>,
@@ -170,9 +173,9 @@ impl FromIterator<Subnet> for Dual<Subnet> {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not {expected}")]
 pub struct ParseError {
-    /// The text, at most 120 characters of it: a key in a store may have any length.
+    /// The first 120 characters of the text. A key in a store may have any length.
     pub text: String,
-    /// The expected value, with its article: `an IPv4 subnet such as 10.1.0.0/16`.
+    /// A description of the expected value: `an IPv4 subnet such as 10.1.0.0/16`.
     pub expected: String,
 }
 

@@ -33,70 +33,113 @@ use crate::subnet::{Hints, SubnetManager};
 
 /// The interface that connects this host with its peers.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ExternalInterface {
-    /// Its name.
+    /// The name of the interface.
     pub name: LinkName,
-    /// Its MTU in bytes.
+    /// The MTU of the interface, in bytes.
     pub mtu: u32,
-    /// Its address, per enabled family: the source of tunnel packets.
+    /// The address of the interface for each enabled family: the source of tunnel packets.
     pub address: Dual<IpAddr>,
-    /// The address that this node publishes; differs from `address` behind NAT.
+    /// The address that this node publishes for each family. It differs from `address` behind NAT.
     pub public: Dual<IpAddr>,
-    /// Why it was chosen, as a sentence without a full stop: `it has the default route`.
+    /// Why this interface was chosen, as a sentence without a full stop: `it has the default
+    /// route`. It may be empty.
     pub reason: String,
 }
 
-/// A kind of network, such as `vxlan`. It validates a network config, and describes the network
-/// that the config asks for. The crate `flannel-backend-alloc` is the smallest example.
+impl ExternalInterface {
+    /// An interface whose own addresses the node publishes. `mtu` is in bytes. The reason is empty.
+    pub const fn new(name: LinkName, mtu: u32, address: Dual<IpAddr>) -> Self {
+        Self { name, mtu, address, public: address, reason: String::new() }
+    }
+
+    /// Sets [`ExternalInterface::mtu`], in bytes.
+    #[must_use]
+    pub fn with_mtu(self, mtu: u32) -> Self {
+        Self { mtu, ..self }
+    }
+
+    /// Sets [`ExternalInterface::address`], and leaves the public addresses as they are.
+    #[must_use]
+    pub fn with_address(self, address: Dual<IpAddr>) -> Self {
+        Self { address, ..self }
+    }
+
+    /// Sets [`ExternalInterface::public`].
+    #[must_use]
+    pub fn with_public(self, public: Dual<IpAddr>) -> Self {
+        Self { public, ..self }
+    }
+
+    /// Sets [`ExternalInterface::reason`].
+    #[must_use]
+    pub fn with_reason(self, reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), ..self }
+    }
+}
+
+/// A kind of network, such as `vxlan`. A backend validates a network config, and describes the
+/// network that the config asks for. The crate `flannel-backend-alloc` is the smallest example.
 #[doc = include_str!("../docs/backend.md")]
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync {
     /// The `Type` in the network config, in lower case.
     fn kind(&self) -> &'static str;
 
-    /// The backend type in the leases of its nodes; empty for flannel's `udp` and `alloc`.
-    /// `flannel_route::Host` writes it into [`Offer::kind`] and [`Blueprint::lease_type`].
+    /// The backend type in the leases of its nodes. It is empty for flannel's `udp` and `alloc`.
+    /// `flannel_route::Host` writes it into [`Offer::kind`] and [`Blueprint::lease_type`]. The
+    /// default is [`kind`](Self::kind).
     fn lease_type(&self) -> &'static str {
         self.kind()
     }
 
-    /// Whether its network can run on a node beside that of another backend, while a cluster moves
-    /// from one to the other. Return `false` if [`prepare`](Self::prepare) returns a
-    /// [`Build::Network`].
+    /// Whether its network can run on a node beside the network of another backend, while a cluster
+    /// moves from one backend to the other. Return `false` if [`prepare`](Self::prepare) returns a
+    /// [`Build::Network`]. The default is `true`, unless the [lease type](Self::lease_type) is
+    /// empty.
     fn can_move(&self) -> bool {
         !self.lease_type().is_empty()
     }
 
-    /// The names of its options, without `Type`, or `None` if misspelt ones cannot be found.
+    /// The names of its options, without `Type`, to find misspelt options. `None`, the default, if
+    /// any name is allowed.
     fn option_names(&self) -> Option<&[&'static str]> {
         None
     }
 
-    /// It runs programs that the config names. Then a party that may write the config runs programs
-    /// on this node, so a daemon allows such a backend only if an option of the node does.
+    /// Whether it runs programs that the config names. A user that may write the config can then
+    /// run programs on this node, so a daemon allows such a backend only if an option of the node
+    /// does. The default is `false`.
     fn runs_commands(&self) -> bool {
         false
     }
 
-    /// Checks whether this network can be built on the node with this external interface; without
-    /// an interface, makes only the checks that are the same on every node. The daemon stops a
-    /// running network for another config only after this succeeded.
+    /// Checks whether the network can be built on a node with this external interface. Without an
+    /// interface, it makes only the checks that give the same result on every node. A daemon stops
+    /// a running network for another config only after this check has succeeded.
     ///
     /// # Errors
     /// The options do not fit the enabled families or the interface.
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()>;
 
     /// How packets travel between nodes.
+    ///
+    /// # Errors
+    /// The options are wrong.
     fn datapath(&self, config: &Config) -> Result<Datapath>;
 
     /// The kernel objects that the network owns on a node with this external interface. Without an
     /// interface, the objects on it are not included. A cleanup uses the footprint too.
+    ///
+    /// # Errors
+    /// The options are wrong.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
-    /// The record keepers that keep the records of the network's plan. None: the plan defines no
-    /// records. Every call with the same directory returns handles of the same record keepers,
-    /// until they are [stopped](RecordKeeper::stop). In `state_dir` they keep their files over
-    /// restarts; without one, nothing is kept.
+    /// The record keepers for the records that the network's plan defines. The list is empty, as by
+    /// default, if the plan defines no records. Every call with the same directory returns handles
+    /// of the same record keepers, until they are [stopped](RecordKeeper::stop). They keep their
+    /// files in `state_dir`. If it is `None`, their records are lost when the process ends.
     fn record_keepers(&self, _state_dir: Option<&Path>) -> Vec<Arc<dyn RecordKeeper>> {
         Vec::new()
     }
@@ -113,15 +156,17 @@ pub trait Backend: fmt::Debug + Send + Sync {
 /// The node on which a backend prepares a network.
 #[derive(Debug, Clone)]
 pub struct Node<'a> {
-    /// Its external interface.
+    /// The external interface of the node.
     pub uplink: &'a ExternalInterface,
     /// The seed of values that must differ between nodes and stay the same over restarts, for
-    /// example the content of `/etc/machine-id`. If it is empty or the same on two nodes, they may
-    /// choose equal values: vxlan chooses one MAC address if their public addresses are equal too.
+    /// example the content of `/etc/machine-id`. If it is empty or equal on two nodes, they may
+    /// choose equal values: vxlan chooses one MAC address for both if their public addresses are
+    /// equal too.
     pub machine_id: &'a str,
-    /// Its kernel. Its methods block: async code calls [`Node::snapshot`].
+    /// The kernel of the node. Its methods block, so async code calls [`Node::snapshot`] and
+    /// [`Node::may_change`] instead.
     pub kernel: &'a Arc<dyn Kernel>,
-    /// Its secrets.
+    /// The secrets of the node.
     pub secrets: &'a dyn Secrets,
     /// The reason why the kernel does not check the sources of tunnel packets ([`SourceCheck`]).
     /// `flannel_firewall::Guarded` sets it. It is `None` if the kernel checks them, or if the check
@@ -135,7 +180,7 @@ pub struct Node<'a> {
 const NO_GUARD: &str = "nothing guards tunnels on this node";
 
 impl<'a> Node<'a> {
-    /// A node that gets its lease from `subnets`. `flannel_route::Host::join` makes one.
+    /// A node that gets its lease from `subnets`. `flannel_route::Host::join` calls this.
     pub const fn new(
         uplink: &'a ExternalInterface,
         machine_id: &'a str,
@@ -146,8 +191,7 @@ impl<'a> Node<'a> {
         Self { uplink, machine_id, kernel, secrets, unguarded: Some(NO_GUARD), subnets }
     }
 
-    /// The same node, on which a guard checks the packets of tunnels, or does not because of `why`.
-    /// See [`Node::unguarded`].
+    /// Sets [`Node::unguarded`]: `None` if a guard checks tunnel packets, else the reason.
     #[must_use]
     pub const fn with_guard(self, why: Option<&'a str>) -> Self {
         Self { unguarded: why, ..self }
@@ -163,9 +207,12 @@ impl<'a> Node<'a> {
         self.subnets.publishes_attrs()
     }
 
-    /// The leases of all nodes. Waits up to five seconds for a complete, live set, then returns the
-    /// latest one. If there is a set from an earlier run and the store has never answered, it does
-    /// not wait. Fails as [`SubnetManager::watch_leases`] does. Needs tokio's time.
+    /// The leases of all nodes. Waits at most five seconds for a complete, live set, then returns
+    /// the latest set. It does not wait if there is a set from an earlier run and the store has
+    /// never answered. Needs a tokio runtime with time enabled.
+    ///
+    /// # Errors
+    /// [`SubnetManager::watch_leases`] failed.
     pub async fn leases(&self) -> Result<View> {
         let mut views = self.subnets.watch_leases().await?;
         let is_cached = matches!(views.borrow().origin, Origin::Cached { written: Some(_) });
@@ -178,11 +225,13 @@ impl<'a> Node<'a> {
         Ok(view)
     }
 
-    /// [`Kernel::snapshot`] on a blocking thread of tokio. Fails with [`Error::Kernel`]. Dropping
-    /// the future loses nothing.
+    /// Calls [`Kernel::snapshot`] on a blocking thread of tokio. Dropping the future loses nothing.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
     ///
     /// # Panics
-    /// The kernel panics, or there is no tokio runtime.
+    /// The kernel panics, or the caller is outside a tokio runtime.
     pub async fn snapshot(&self, footprint: Footprint) -> Result<ObjectSet> {
         let kernel = Arc::clone(self.kernel);
         blocking(move || kernel.snapshot(&footprint))
@@ -190,14 +239,19 @@ impl<'a> Node<'a> {
             .map_err(|source| Error::Kernel { object: "network objects".into(), source })
     }
 
-    /// [`Kernel::may_change`] on a blocking thread of tokio, before a lease is taken. Fails with
+    /// Calls [`Kernel::may_change`] on a blocking thread of tokio. A backend calls this in
+    /// [`Backend::prepare`], so that a node that cannot make the network takes no lease.
+    ///
+    /// # Errors
     /// [`Error::Kernel`].
     ///
     /// # Panics
-    /// The kernel panics, or there is no tokio runtime.
+    /// The kernel panics, or the caller is outside a tokio runtime.
     pub async fn may_change(&self, links: Vec<Link>) -> Result<()> {
-        let device = |link: &Link| format!("{} device", link.kind.attributes().kind());
-        let object = links.first().map_or_else(|| "routes".into(), device);
+        let object = match links.first() {
+            Some(link) => format!("{} device", link.kind.attributes().kind()),
+            None => "routes".into(),
+        };
         let kernel = Arc::clone(self.kernel);
         blocking(move || kernel.may_change(&links))
             .await
@@ -211,25 +265,25 @@ pub type BuildBlueprint = Box<dyn FnOnce(&NodeLease) -> Result<Blueprint> + Send
 /// Builds a network that runs itself, for the node's lease.
 pub type BuildNetwork = Box<dyn FnOnce(&NodeLease) -> Result<Box<dyn Network>> + Send>;
 
-/// A function that is called once the node has its lease. The enum is exhaustive, because a host
+/// A function that is called when the node has its lease. The enum is exhaustive, because a host
 /// must know each variant.
 ///
 /// There are two variants because this crate does not contain the route engine: only a host can
 /// make a [`Network`] of a [`Blueprint`].
 pub enum Build {
-    /// The route engine runs the network.
+    /// Describes a network of kernel objects, which the route engine runs.
     Blueprint(BuildBlueprint),
-    /// The network runs itself. It does not run beside another one: [`Backend::can_move`] returns
-    /// `false`.
+    /// Builds a network that runs itself. It cannot run beside another network, so
+    /// [`Backend::can_move`] must return `false`.
     Network(BuildNetwork),
 }
 
-/// A network that can be built when this node has a lease.
+/// A network that can be built as soon as this node has a lease.
 pub struct Prepared {
-    /// How other nodes reach this one. It is published in the lease. `flannel_route::Host` fills in
-    /// [`Offer::kind`].
+    /// How other nodes reach this node. It is published in the lease. `flannel_route::Host` fills
+    /// in [`Offer::kind`].
     pub offer: Offer,
-    /// Builds the network for that lease.
+    /// Builds the network for the lease.
     pub build: Build,
 }
 
@@ -242,7 +296,7 @@ impl Prepared {
         Self { offer, build: Build::Blueprint(Box::new(build)) }
     }
 
-    /// A network that runs itself, which `build` makes for a lease with this `offer`.
+    /// A network that runs itself, which `build` creates for a lease with this `offer`.
     pub fn with_network(
         offer: Offer,
         build: impl FnOnce(&NodeLease) -> Result<Box<dyn Network>> + Send + 'static,
@@ -250,8 +304,8 @@ impl Prepared {
         Self { offer, build: Build::Network(Box::new(build)) }
     }
 
-    /// Changes the blueprint with `change` after it was built. A network that runs itself stays as
-    /// it is.
+    /// Changes the blueprint with `change` after it was built. This has no effect on a network that
+    /// runs itself.
     #[must_use]
     pub fn map_blueprint(
         self,
@@ -287,22 +341,22 @@ impl fmt::Debug for Build {
 /// The lease of this node. The enum is exhaustive, because each use of the subnets depends on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeLease {
-    /// The node holds it.
+    /// The node holds the lease.
     Held(Lease),
-    /// It expired while the store did not answer. Peers are still reached, but the subnets are no
-    /// longer this node's: no address and no route for them is installed.
+    /// The lease expired while the store did not answer. Peers can be reached, but the subnets may
+    /// belong to another node, so the network installs no address and no route for them.
     Lapsed(Lease),
 }
 
 impl NodeLease {
-    /// The lease. It identifies this node to admission in both cases.
+    /// The lease in both cases. Its subnets tell which lease of a view is the lease of this node.
     pub const fn lease(&self) -> &Lease {
         match self {
             Self::Held(lease) | Self::Lapsed(lease) => lease,
         }
     }
 
-    /// The lease if this node holds it; `None` if it has lapsed.
+    /// The lease if this node holds it, or `None` if it has lapsed.
     pub const fn held(&self) -> Option<&Lease> {
         match self {
             Self::Held(lease) => Some(lease),
@@ -310,14 +364,14 @@ impl NodeLease {
         }
     }
 
-    /// The tunnel devices of a network, and on each the first address of this node's subnet, if the
-    /// node holds the lease. `links`: the device of each family.
+    /// The tunnel devices of a network, with the first address of this node's subnet on each. If
+    /// the lease has lapsed, there are only the devices. `links` has the device of each family.
     pub fn tunnel(&self, links: &Dual<Link>) -> ObjectSet {
         let mut base: ObjectSet = links.values().cloned().collect();
         for subnet in self.held().into_iter().flat_map(|lease| lease.subnets.iter()) {
             let Some(link) = &links[subnet.family()] else { continue };
-            let (link, address, len) = (link.name, subnet.base(), subnet.family().bits());
-            base.insert(Addr { link, address, len });
+            let len = subnet.family().bits();
+            base.insert(Addr { link: link.name, address: subnet.base(), len });
         }
         base
     }

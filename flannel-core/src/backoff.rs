@@ -1,5 +1,5 @@
-//! Pauses between attempts. Each is about twice as long as the last one. They are random, so that
-//! nodes that failed together do not retry together.
+//! Pauses between attempts. Each pause is about twice as long as the pause before it. Pauses are
+//! random, so that nodes that failed at the same time do not retry at the same time.
 
 use std::time::Duration;
 
@@ -23,12 +23,12 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// The first pause is at most `first`. Later ones grow up to `longest`.
+    /// Pauses that grow from at most `first` to at most `longest`.
     pub fn new(first: Duration, longest: Duration) -> Self {
         Self { first, longest, next: first }
     }
 
-    /// The next pause is as short as the first one.
+    /// Makes the next pause as short as the first one.
     pub fn reset(&mut self) {
         self.next = self.first;
     }
@@ -46,9 +46,9 @@ impl Backoff {
     }
 }
 
-/// The pauses after failures of a store. A store that fails may be overloaded, and all nodes of a
-/// cluster ask it. So these pauses start anew only after a time without a failure, or after
-/// [`Self::reset`]: a store that answers only some requests gets no more of them.
+/// The pauses after failures of a store. A store that fails may be overloaded, because all nodes of
+/// a cluster use it. So a single success does not shorten the pauses: they start anew only after
+/// some time without a failure, or after [`Self::reset`].
 #[derive(Debug)]
 pub struct FailurePauses {
     steps: Backoff,
@@ -58,23 +58,23 @@ pub struct FailurePauses {
 }
 
 impl FailurePauses {
-    /// For a server of all nodes of a cluster: 0.8 to 1.6 s, then twice as long each time, up to 60
-    /// to 120 s. They start anew after 180 s, which is longer than the longest pause and a request
-    /// without an answer.
+    /// The pauses for a server that all nodes of a cluster share: 0.8 to 1.6 s, then twice as long
+    /// each time, up to 60 to 120 s. They start anew after 180 s without a failure, which is longer
+    /// than the longest pause and the timeout of a request together.
     ///
-    /// Nodes that lost the server together so come back within a time that is about as long as the
-    /// outage was, and at most two minutes.
+    /// After an outage, the requests of all nodes are spread over about the length of the outage,
+    /// and over at most two minutes.
     ///
     /// **Source**: client-go `tools/cache/reflector.go: NewReflectorWithOptions`: 800 ms, then
-    /// twice as long each time, and a random part of up to the same length. The limit there is 30 s
-    /// and here 60 s, so that the random part spreads the nodes over a minute.
+    /// twice as long each time, plus a random part of at most the same length. The limit is 30 s in
+    /// client-go and 60 s here, so that the random part spreads the nodes over a minute.
     pub fn of_shared_server() -> Self {
         let steps = Backoff::new(Duration::from_millis(1_600), Duration::from_secs(120));
         Self { steps, healthy: Duration::from_secs(180), last: None }
     }
 
-    /// For a store of this machine alone: up to 100 ms, then twice as long each time, up to 5 s.
-    /// They start anew after 10 s.
+    /// The pauses for a store that only this machine uses: at most 100 ms, then twice as long each
+    /// time, up to 5 s. They start anew after 10 s without a failure.
     pub fn of_local_store() -> Self {
         let steps = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
         Self { steps, healthy: Duration::from_secs(10), last: None }

@@ -16,11 +16,11 @@ use crate::json::{FieldError, Fields};
 /// A valid network config with every default filled in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// The enabled families, at least one.
+    /// The pod network of each enabled family. At least one family is enabled.
     pub networks: Dual<PodNetwork>,
-    /// `EnableNFTables`: the firewall uses nftables, not iptables.
+    /// `EnableNFTables`: whether the firewall uses nftables instead of iptables.
     pub nftables: bool,
-    /// `RequireEncryption`: packets to pods of other nodes leave only by an encrypted
+    /// `RequireEncryption`: whether packets to pods of other nodes may leave only by an encrypted
     /// [`Datapath`](crate::backend::Datapath). Go flannel ignores this field.
     pub require_encryption: bool,
     /// How pods of different nodes reach each other.
@@ -41,7 +41,7 @@ pub struct PodNetwork {
 }
 
 impl PodNetwork {
-    /// The number of subnets for nodes, from 1 to `u128::MAX`, where it saturates.
+    /// The number of subnets for nodes, at least 1. It saturates at `u128::MAX`.
     pub fn subnets(&self) -> u128 {
         self.max.steps_from(&self.min).unwrap_or(0).saturating_add(1)
     }
@@ -55,11 +55,11 @@ pub struct BackendConfig {
     /// The whole object as JSON text.
     pub options: String,
     /// Whether the config has a `Backend`. If not, `kind` is `vxlan`, flannel's documented default.
-    /// Go daemons run `udp` then, and their leases have an empty backend type.
+    /// Go flannel runs `udp` in this case, and its leases have an empty backend type.
     pub explicit: bool,
 }
 
-/// Without the options, which may hold a secret.
+/// Leaves out the options, which may contain a secret.
 impl fmt::Debug for BackendConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BackendConfig").field("kind", &self.kind).finish_non_exhaustive()
@@ -72,7 +72,7 @@ impl BackendConfig {
     /// Reads a `Backend` object.
     ///
     /// # Errors
-    /// It is no JSON object, or has no valid `Type`.
+    /// The text is not a JSON object, or it does not have a valid `Type`.
     pub fn parse(text: &str) -> Result<Self, FieldError> {
         let kind = Fields::parse(text, "Backend")?
             .take("Type", "the name of a backend, for example \"vxlan\"")?
@@ -95,7 +95,7 @@ impl BackendConfig {
 }
 
 impl Config {
-    /// The names of the fields of IPv4, and of IPv6.
+    /// The names of the fields for IPv4, and of the fields for IPv6.
     pub const FAMILY_FIELDS: [[&str; 4]; 2] = [
         ["Network", "SubnetLen", "SubnetMin", "SubnetMax"],
         ["IPv6Network", "IPv6SubnetLen", "IPv6SubnetMin", "IPv6SubnetMax"],
@@ -122,10 +122,11 @@ impl Config {
     /// ```
     pub fn parse(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
-        let ([v4, v6], [enable_v4, enable_v6, nftables, encryption, backend_name]) =
-            (Self::FAMILY_FIELDS, Self::COMMON_FIELDS);
+        let [v4, v6] = Self::FAMILY_FIELDS;
+        let [enable_v4, enable_v6, nftables, encryption, backend_name] = Self::COMMON_FIELDS;
         let flag = |name, default| Ok(fields.take(name, "true or false")?.unwrap_or(default));
-        let (nftables, require_encryption) = (flag(nftables, false)?, flag(encryption, false)?);
+        let nftables = flag(nftables, false)?;
+        let require_encryption = flag(encryption, false)?;
         // The fields of a disabled family are checked too.
         let networks = Dual {
             v4: pod_network(&fields, Family::V4, v4, flag(enable_v4, true)?)?,
@@ -140,7 +141,7 @@ impl Config {
     }
 
     /// The config as JSON text, with every default filled in. [`Self::parse`] reads an equal config
-    /// from it. It has the options of the backend, secrets included.
+    /// from it. The text has the options of the backend, which may contain a secret.
     pub fn to_json(&self) -> String {
         let [enable_v4, enable_v6, nftables, encryption, backend] = Self::COMMON_FIELDS;
         let mut fields = vec![
@@ -162,8 +163,8 @@ impl Config {
         if self.backend.explicit {
             fields.push((backend, self.backend.options.clone()));
         }
-        let field = |(name, value): (&str, String)| format!("\"{name}\":{value}");
-        let fields: Vec<_> = fields.into_iter().map(field).collect();
+        let fields: Vec<_> =
+            fields.into_iter().map(|(name, value)| format!("\"{name}\":{value}")).collect();
         format!("{{{}}}", fields.join(","))
     }
 
@@ -191,15 +192,8 @@ fn pod_network(
     let network: Option<Subnet> = fields.parsed(net, example)?;
     let expected_len = "a prefix length in bits, 0 for automatic";
     let given_len: u64 = fields.take(len, expected_len)?.unwrap_or(0);
-    let bound = |field: &str| -> Result<Option<IpAddr>, FieldError> {
-        let expected = format!("an {family} address inside {net}");
-        let address: Option<IpAddr> = fields.parsed(field, &expected)?;
-        match address.filter(|a| !a.is_unspecified()) {
-            Some(a) if Family::of(a) != family => Err(fields.error(field, &a, expected)),
-            address => Ok(address),
-        }
-    };
-    let (given_min, given_max) = (bound(first)?, bound(last)?);
+    let given_min = bound(fields, [net, first], family)?;
+    let given_max = bound(fields, [net, last], family)?;
     if let Some(other) = network.filter(|n| n.family() != family) {
         return Err(bad_network(&other, example));
     }
@@ -236,6 +230,20 @@ fn pod_network(
         return Err(fields.error(last, &max.base(), expected));
     }
     Ok(Some(PodNetwork { network, subnet_len, min, max }))
+}
+
+/// The first or last subnet in the config. `None` if the field is absent or `0.0.0.0`, as in Go.
+fn bound(
+    fields: &Fields,
+    [net, field]: [&str; 2],
+    family: Family,
+) -> Result<Option<IpAddr>, FieldError> {
+    let expected = format!("an {family} address inside {net}");
+    let address: Option<IpAddr> = fields.parsed(field, &expected)?;
+    match address.filter(|a| !a.is_unspecified()) {
+        Some(a) if Family::of(a) != family => Err(fields.error(field, &a, expected)),
+        address => Ok(address),
+    }
 }
 
 /// The prefix length of a node's subnet. At least 4 subnets must fit, because the first is skipped.

@@ -6,9 +6,9 @@ use std::{fs, io};
 
 use crate::object::Secret;
 
-/// A certificate, a key or a token for a store: a file, or the value itself.
+/// A certificate, a key or a token for a store. It is in a file, or given as a value.
 ///
-/// `Debug` and `Display` do not show a value.
+/// `Debug` and `Display` do not show the value.
 ///
 /// ```
 /// use flannel_core::Credential;
@@ -17,9 +17,9 @@ use crate::object::Secret;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Credential {
-    /// The file that has it. It is read again when it changes.
+    /// The path of a file that contains the credential. The file is read again when it changes.
     File(PathBuf),
-    /// The value. A store that has to use another one must be opened again.
+    /// The credential itself. To use another value, open the store again.
     Value(Secret),
 }
 
@@ -29,7 +29,7 @@ impl Credential {
         Self::Value(Secret::new(bytes))
     }
 
-    /// The file, or `None` for a value.
+    /// The path of the file, or `None` if the credential is given as a value.
     pub fn file(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),

@@ -21,49 +21,49 @@ pub enum Error {
     Config {
         /// The file or key.
         location: String,
-        /// The field.
+        /// The first wrong field.
         source: FieldError,
     },
-    /// A lease's value is wrong.
+    /// The value of a lease is wrong.
     #[error("lease {location}: {source}")]
     Lease {
         /// The file or key.
         location: String,
-        /// The field.
+        /// The first wrong field.
         source: FieldError,
     },
     /// A subnet, lease key or other value is wrong.
     #[error(transparent)]
     Parse(#[from] ParseError),
-    /// Every subnet is taken.
+    /// All subnets between `SubnetMin` and `SubnetMax` are taken.
     #[error(
         "out of {family} subnets: all {total} between SubnetMin and SubnetMax are taken; enlarge \
          the network or release leases"
     )]
     OutOfSubnets {
-        /// The family.
+        /// The family without a free subnet.
         family: Family,
-        /// The number of subnets.
+        /// The number of subnets for nodes.
         total: u128,
     },
-    /// A lease was written by another process meanwhile: read it, then try again.
+    /// Another process has written the lease since it was read: read it, then try again.
     #[error("{subnets} was changed by somebody else meanwhile")]
     Conflict {
-        /// The lease.
+        /// The subnets of the lease.
         subnets: Subnets,
     },
-    /// Another program has not written a value yet that this node needs: wait, then try again.
+    /// Another program must first write a value that this node needs: wait, then try again.
     #[error("{store}: {reason}")]
     NotReady {
-        /// The store.
+        /// The name of the store.
         store: String,
-        /// The missing or wrong value, and the expected one.
+        /// The missing or wrong value, and the expected value.
         reason: String,
     },
-    /// The store refuses the request of this node: only an operator can help.
+    /// The store refuses the request of this node: an operator must remove the cause.
     #[error("{store}: {reason}")]
     Refused {
-        /// The store.
+        /// The name of the store, and of the object in it if there is one.
         store: String,
         /// The reason, and the expected value.
         reason: StoreReason,
@@ -71,16 +71,16 @@ pub enum Error {
     /// The store did not answer, or gave an unexpected answer: try again later.
     #[error("{store}: {source}")]
     Store {
-        /// The store, and the object in it.
+        /// The name of the store, and of the object in it if there is one.
         store: String,
-        /// The cause. [`Error::store_failure`] finds a [`StoreReason`] in it, and errors of a file
-        /// system.
+        /// The cause. [`Error::store_failure`] looks in it for a [`StoreReason`], and for errors of
+        /// a file system.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The kernel failed.
+    /// A request to the kernel failed.
     #[error("{object}: {source}")]
     Kernel {
-        /// The object.
+        /// What was requested, such as `vxlan device`.
         object: String,
         /// The cause.
         source: KernelError,
@@ -88,7 +88,7 @@ pub enum Error {
     /// A backend cannot run on this host, or with this config.
     #[error("backend {backend}: {reason}")]
     Backend {
-        /// The backend.
+        /// The name of the backend ([`Backend::kind`](crate::Backend::kind)).
         backend: String,
         /// The reason, and the expected value.
         reason: String,
@@ -96,8 +96,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// The cause of a failed request to a store, as far as an operator can remove it.
-    /// [`StoreFailure::Other`] for every other error.
+    /// The cause of a failed request to a store. [`StoreFailure::Other`] if it is not known, or if
+    /// this error does not come from a store.
     pub fn store_failure(&self) -> StoreFailure {
         match self {
             Self::Refused { reason, .. } => reason.failure.clone(),

@@ -13,11 +13,12 @@ use crate::text::{MAX_VALUE_CHARS, shorten};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("field {field}: {value} is not valid, expected {expected}")]
 pub struct FieldError {
-    /// The field with its path: `Backend.VNI`; `(document)` if the text is no JSON object.
+    /// The field with its path, such as `Backend.VNI`. It is `(document)` if the text is not a JSON
+    /// object.
     pub field: String,
-    /// Its value as JSON text, at most 120 characters, or `nothing`.
+    /// The first 120 characters of the value as JSON text, or `nothing`.
     pub value: String,
-    /// The expected value.
+    /// A description of a valid value.
     pub expected: String,
 }
 
@@ -28,8 +29,10 @@ impl FieldError {
     }
 }
 
-/// The fields of a JSON object. Names match in any case, and the last field of a name counts
-/// (**source**: Go `encoding/json: Unmarshal`). Existing clusters rely on these rules.
+/// The fields of a JSON object. Names match in any case. If an object has several fields with one
+/// name, the last one counts. Existing clusters rely on these rules.
+///
+/// **Source**: Go `encoding/json: Unmarshal`.
 ///
 /// ```
 /// let text = r#"{"network": "10.1.0.0/16", "Other": 1}"#;
@@ -42,7 +45,7 @@ pub struct Fields {
     by_name: BTreeMap<String, Box<RawValue>>,
 }
 
-/// Without the values, which may hold a secret.
+/// Leaves out the values, which may contain a secret.
 impl fmt::Debug for Fields {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&String> = self.by_name.keys().collect();
@@ -50,7 +53,7 @@ impl fmt::Debug for Fields {
     }
 }
 
-/// Whether a text that cannot be parsed may hold a preshared key.
+/// Whether a text that cannot be parsed may contain a preshared key.
 fn may_hold_secret(text: &str) -> bool {
     text.to_ascii_lowercase().contains("psk")
 }
@@ -75,36 +78,37 @@ impl Fields {
         Ok(Self { path: path.to_owned(), by_name: lower.collect() })
     }
 
-    /// The field's value as JSON text; `None` if the field is absent or `null`.
+    /// The value of the field as JSON text, or `None` if the field is absent or `null`.
     pub fn raw(&self, name: &str) -> Option<&RawValue> {
         let raw = self.by_name.get(&name.to_ascii_lowercase())?;
         (raw.get() != "null").then_some(raw)
     }
 
-    /// Whether there is such a field, even if `null`.
+    /// Whether the object has such a field, even if it is `null`.
     pub fn has(&self, name: &str) -> bool {
         self.by_name.contains_key(&name.to_ascii_lowercase())
     }
 
-    /// The field's value; `None` if the field is absent or `null`.
+    /// The value of the field, or `None` if the field is absent or `null`. `expected` describes a
+    /// valid value, for the error.
     ///
     /// # Errors
-    /// The value is not a `T`. `expected` describes a valid value, for the message.
+    /// The value is not a `T`.
     pub fn take<T: DeserializeOwned>(
         &self,
         name: &str,
         expected: &str,
     ) -> Result<Option<T>, FieldError> {
-        let parse = |raw: &RawValue| {
-            serde_json::from_str(raw.get()).map_err(|_| self.error(name, &raw.get(), expected))
-        };
-        self.raw(name).map(parse).transpose()
+        let Some(raw) = self.raw(name) else { return Ok(None) };
+        let value = serde_json::from_str(raw.get());
+        value.map(Some).map_err(|_| self.error(name, &raw.get(), expected))
     }
 
-    /// The field's value, parsed from a JSON string; `None` if the field is absent or `null`.
+    /// The value of the field, parsed from a JSON string, or `None` if the field is absent or
+    /// `null`. `expected` describes a valid value, for the error.
     ///
     /// # Errors
-    /// The value is no string, or its text is no `T`. `expected` describes a valid value.
+    /// The value is not a string, or its text cannot be parsed as a `T`.
     pub fn parsed<T: std::str::FromStr>(
         &self,
         name: &str,
@@ -161,7 +165,8 @@ impl<'de> Deserialize<'de> for Members {
 /// **Source**: Go `encoding/json: compact` with `escape` set.
 pub fn compact(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
-    let (mut in_string, mut escaped) = (false, false);
+    let mut in_string = false;
+    let mut escaped = false;
     for c in text.chars() {
         if !in_string && matches!(c, ' ' | '\t' | '\r' | '\n') {
             continue;

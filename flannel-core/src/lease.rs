@@ -11,8 +11,9 @@ pub use attrs::{Endpoint, LARGEST_VALUE, LeaseAttrs, MOST_OFFERS, Offer, TooLarg
 pub use set::{LeaseSet, Origin, View};
 pub use subnets::Subnets;
 
-/// A version of a key or of a store; 0 if it is not known. In a store that orders its changes
-/// (etcd) it grows with each change. In other stores (a directory) two versions only differ.
+/// A version of a key or of a store, or 0 if it is not known. In a store that orders its changes,
+/// such as etcd, it grows with each change. In other stores, such as a directory, revisions can
+/// only be compared for equality.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Revision(pub u64);
 
@@ -22,26 +23,28 @@ impl fmt::Display for Revision {
     }
 }
 
-/// One node's lease.
+/// The lease of one node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lease {
     /// The subnets of the node, which identify the lease.
     pub subnets: Subnets,
     /// How peers reach the node.
     pub attrs: LeaseAttrs,
-    /// The end by the wall clock of this host. `None`: the lease has no end (a reservation), or its
-    /// end is not known (leases of peers).
+    /// The end by the wall clock of this host. `None` if the lease has no end, as a reservation, or
+    /// if its end is not known, as for leases of peers.
     pub expires: Option<SystemTime>,
-    /// A number that orders leases by creation: the store's revision (etcd) or the creation time of
-    /// the node (Kubernetes). 0 for every lease in a directory. See [`Lease::precedence`].
+    /// A number that orders leases by their creation: in etcd the revision of the store, in
+    /// Kubernetes the creation time of the node. It is 0 for every lease in a directory. See
+    /// [`Lease::precedence`].
     pub since: Revision,
-    /// The version of the lease in the store, for a compare-and-swap.
+    /// The version of the lease in the store, for conditional writes.
     pub revision: Revision,
 }
 
 impl Lease {
-    /// Of leases that clash, every node accepts the one with the smallest precedence: the lease
-    /// that was created first. If `since` is equal, it is the one with the smallest key text.
+    /// Decides between leases that clash: every node accepts the lease with the smallest
+    /// precedence. That is the lease that was created first, or if `since` is equal, the lease with
+    /// the smallest key.
     pub fn precedence(&self) -> (Revision, String) {
         (self.since, self.subnets.to_string())
     }

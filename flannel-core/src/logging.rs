@@ -1,9 +1,9 @@
-//! Lines of the log that repeat.
+//! Limits for repeated log messages.
 
 use std::time::Duration;
 
-/// Decides which events that another program may cause all the time get a line of the log: the
-/// first one, one with another text, and of equal ones one an hour.
+/// Rate-limits repeated log messages: lets the first message, every change of the text, and one
+/// repetition per hour pass.
 #[derive(Debug, Default)]
 pub struct LogRateLimiter {
     text: String,
@@ -12,8 +12,9 @@ pub struct LogRateLimiter {
 }
 
 impl LogRateLimiter {
-    /// The number of equal events without a line since the last line, if this event gets one. `now`
-    /// is the time since any moment before the first event.
+    /// Decides about a message at the time `now`, which is counted from any fixed moment. Returns
+    /// `None` if the message must not be logged. Otherwise returns the number of equal messages
+    /// that were suppressed since the last logged message.
     pub fn line(&mut self, now: Duration, text: &str) -> Option<u64> {
         if self.text == text && now < self.until {
             self.more += 1;

@@ -52,14 +52,14 @@ macro_rules! object_kinds {
             $($(#[$doc])* $kind($kind),)+
         }
 
-        /// The kernel's identity of an object; `Ord` is the order of creation.
+        /// The kernel's identity of an object. `Ord` is the order of creation.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         pub enum Key {
             $($(#[$key_doc])* $kind($($type),+),)+
         }
 
-        /// A kind of object; `Ord` is the order of creation.
+        /// A kind of object. `Ord` is the order of creation.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         pub enum ObjectKind {
@@ -79,28 +79,28 @@ macro_rules! object_kinds {
         }
 
         impl Object {
-            /// Its identity.
+            /// The kernel's identity of the object.
             pub fn key(&self) -> Key {
                 match self {
                     $(Self::$kind(value) => Key::$kind($(value.$field),+),)+
                 }
             }
 
-            /// Whether its identity names what the object leads to, so that every other definition
-            /// of the same key is wrong. See [`Fdb::is_named`].
+            /// Whether the key itself says what the object must be, so that any other object with
+            /// this key is wrong. See [`Fdb::is_derived`].
             pub fn is_derived(&self) -> bool {
                 matches!(self, Self::Fdb(entry) if entry.is_derived())
             }
 
-            /// Its kind.
+            /// The kind of the object.
             pub fn kind(&self) -> ObjectKind {
                 match self {
                     $(Self::$kind(_) => ObjectKind::$kind,)+
                 }
             }
 
-            /// The device whose deletion deletes the object. `None`: there is none, or the object
-            /// uses the device of a nexthop object.
+            /// The device whose deletion deletes the object. `None` if the object does not depend
+            /// on a device, or depends on it through a nexthop object.
             pub fn link(&self) -> Option<LinkName> {
                 match self {
                     $(Self::$kind($value) => $device,)+
@@ -119,7 +119,7 @@ macro_rules! object_kinds {
         }
 
         impl Key {
-            /// The kind of its object.
+            /// The kind of the object.
             pub fn kind(&self) -> ObjectKind {
                 match self {
                     $(Self::$kind(..) => ObjectKind::$kind,)+
@@ -156,7 +156,7 @@ macro_rules! object_kinds {
 }
 
 object_kinds! {
-    /// A network device of ours.
+    /// A network device that a network creates.
     Link "link",
     /// A device, by name.
     key: (name: LinkName) = "{name}",
@@ -198,7 +198,7 @@ object_kinds! {
     key: (dst: Subnet) = "{dst}",
     device: |route| route.via.link();
 
-    /// An entry of a record keeper. It is created last, when packets can be sent.
+    /// A record of a record keeper. It is created last, when packets can be sent.
     Record "record",
     /// A record, by its keeper and the subnet.
     key: (keeper: &'static str, subnet: Subnet) = "{keeper} {subnet}",
@@ -234,7 +234,8 @@ mod tests {
 
     #[test]
     fn an_object_names_the_device_that_it_depends_on() {
-        let (link, dst) = (name(1), "10.1.7.0/24".parse().unwrap());
+        let link = name(1);
+        let dst = "10.1.7.0/24".parse().unwrap();
         let gateway = Via::Gateway { gateway: address(1), link, onlink: true };
         let on = |via| Object::from(Route { dst, via, mtu: None }).link();
         assert_eq!([gateway, Via::Link(link)].map(on), [Some(link); 2]);

@@ -7,11 +7,11 @@ use std::net::IpAddr;
 
 use crate::subnet::{StoreFailure, StoreKind};
 
-/// What an operator can do about a problem: remove its cause, or find it.
+/// What an operator can do about a problem: remove its cause, or find the cause.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
-    /// Run a shell command on the host. It is the same in every deployment.
+    /// Run a shell command on the host. The command is the same in every deployment.
     Run(String),
     /// Read the log of the daemon.
     ReadLog,
@@ -41,7 +41,9 @@ pub enum Remedy {
     ShowCapabilities,
     /// Release the lease with this key, if its node is gone.
     ReleaseLease(String),
-    /// Release the lease with this key if its node is gone, or else give that node another public
+    /// Release the reservation with this key, if no other host has its public address.
+    ReleaseReservation(String),
+    /// Release the lease with this key if its node is gone. Otherwise give that node another public
     /// address.
     ReleaseOrReaddress(String),
     /// Release the leases of nodes that are gone, or enlarge the pod network.
@@ -55,9 +57,9 @@ pub enum Remedy {
     },
     /// Do these things, one after the other.
     All(Vec<Self>),
-    /// Do this, and note a remark for people.
+    /// A remedy with a remark for people.
     Remarked {
-        /// What to do.
+        /// The remedy.
         remedy: Box<Self>,
         /// The remark.
         remark: Remark,
@@ -82,18 +84,18 @@ pub enum Remark {
 }
 
 impl Remedy {
-    /// A shell command on the host.
+    /// A [shell command](Self::Run) on the host.
     pub fn run(command: impl Into<String>) -> Self {
         Self::Run(command.into())
     }
 
-    /// The remedy with a remark.
+    /// Adds a remark, which is a sentence without a full stop.
     #[must_use]
     pub fn remark(self, text: impl Into<String>) -> Self {
         Self::Remarked { remedy: Box::new(self), remark: Remark::Text(text.into()) }
     }
 
-    /// The remedy with a remark that names `other`.
+    /// Adds a remark that names the remedy `other` between the words `before` and `after`.
     #[must_use]
     pub fn mention(self, before: impl Into<String>, other: Self, after: impl Into<String>) -> Self {
         let remark =

@@ -20,7 +20,7 @@ impl Task {
     /// Spawns a task on the current runtime.
     ///
     /// # Panics
-    /// There is no tokio runtime.
+    /// The caller is outside a tokio runtime.
     pub fn spawn(work: impl Future<Output = ()> + Send + 'static) -> Self {
         Self(tokio::spawn(work).abort_handle())
     }
@@ -49,7 +49,7 @@ pub async fn or_never(event: Option<impl Future<Output = ()>>) {
 /// begun. If the runtime shuts down before the work begins, the future never ends.
 ///
 /// # Panics
-/// `work` panics, or there is no tokio runtime.
+/// `work` panics, or the caller is outside a tokio runtime.
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(work).await.map_err(tokio::task::JoinError::try_into_panic) {
         Ok(done) => done,
@@ -58,16 +58,16 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stat
     }
 }
 
-/// The answer to a question that costs much, shared by all who ask it: one question is under way
-/// at a time, and its answer is used again for some time. So many requests cost no more than few.
-/// Clones share the answer.
+/// Caches the answer to an expensive question. Only one question is under way at a time, and its
+/// answer is used for all callers for some time. So many callers cost no more than a few. Clones
+/// share the answer.
 #[derive(Debug)]
 pub struct SharedAnswer<T> {
     keep: Duration,
     known: Arc<Mutex<Option<Known<T>>>>,
 }
 
-/// An answer that is there.
+/// An answer, and the time at which it arrived.
 #[derive(Debug)]
 struct Known<T> {
     since: Instant,
@@ -81,20 +81,21 @@ impl<T> Clone for SharedAnswer<T> {
 }
 
 impl<T: Send + Sync + 'static> SharedAnswer<T> {
-    /// No answer yet. Each will be used for `keep` after it is there, by a clock that nobody sets.
+    /// A cache without an answer. Each answer is used for the time `keep` after it arrived, by the
+    /// monotonic clock.
     pub fn new(keep: Duration) -> Self {
         Self { keep, known: Arc::default() }
     }
 
-    /// The answer, or that of `ask`, which runs on a blocking thread ([`blocking`]). If another
-    /// question is under way, waits for its answer.
+    /// The cached answer if it is recent. Otherwise calls `ask` on a blocking thread ([`blocking`])
+    /// and returns its answer. If another question is under way, waits for the answer to it.
     ///
     /// # Panics
-    /// `ask` panics, or there is no tokio runtime.
+    /// `ask` panics, or the caller is outside a tokio runtime.
     ///
     /// # Cancel safety
-    /// Dropping the future does not stop a question that has begun. It stays the only one, and its
-    /// answer is used.
+    /// Dropping the future does not stop a question that has begun. Other callers wait for it, and
+    /// use its answer.
     pub async fn get(&self, ask: impl FnOnce() -> T + Send + 'static) -> Arc<T> {
         let mut known = Arc::clone(&self.known).lock_owned().await;
         if let Some(Known { since, answer }) = &*known
@@ -122,7 +123,8 @@ mod tests {
 
     #[tokio::test]
     async fn concurrent_calls_share_one_question_also_after_the_first_is_dropped() {
-        let (shared, asked) = (SharedAnswer::new(3600 * SECOND), Arc::new(AtomicU32::new(0)));
+        let shared = SharedAnswer::new(3600 * SECOND);
+        let asked = Arc::new(AtomicU32::new(0));
         let (answer, awaited) = mpsc::channel();
         let ask = {
             let asked = Arc::clone(&asked);
@@ -142,7 +144,8 @@ mod tests {
         assert!(first.await.unwrap_err().is_cancelled());
         let others: Vec<_> = (0..16)
             .map(|_| {
-                let (shared, asked) = (shared.clone(), Arc::clone(&asked));
+                let shared = shared.clone();
+                let asked = Arc::clone(&asked);
                 tokio::spawn(async move {
                     *shared.get(move || asked.fetch_add(1, Ordering::Relaxed)).await
                 })

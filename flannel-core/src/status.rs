@@ -1,4 +1,4 @@
-//! The state of a network's kernel objects.
+//! The state of the kernel objects of a network.
 
 mod advisory;
 mod histogram;
@@ -18,49 +18,53 @@ use crate::kernel::{ChangedBy, KernelError};
 use crate::lease::{Lease, LeaseSet, Subnets};
 use crate::object::{Change, Key, LinkName, Object, ObjectKind};
 
-/// The state of a network's kernel objects. Objects that are in place are counted, and only the
-/// others are listed, so that a new status costs O(changes).
+/// The state of the kernel objects of a network. Objects in place are counted, and only the other
+/// objects are listed. So a new status costs O(changes).
 ///
-/// `Default` is the status before the first round: false, 0 or empty in every field.
+/// `Default` is the status before the first round. Every field is false, 0, empty or `None`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status {
-    /// The lease set is complete and live, and the kernel has exactly the desired objects.
+    /// Whether the lease set is complete and live, and the kernel has exactly the desired objects.
     pub in_sync: bool,
-    /// Each desired object is in place or failing. Without meaning if there is a `kernel_error`.
+    /// Whether each desired object is in place or failing. It has no meaning while there is a
+    /// `kernel_error`.
     pub settled: bool,
-    /// This node's devices, their addresses and its routes of last resort are in place.
+    /// Whether the devices of this node, their addresses and the routes of last resort of this node
+    /// are in place.
     pub own_in_place: bool,
-    /// The leases come from the store, not from a cache, and are complete.
+    /// Whether the leases come from the store and not from a cache, and are complete.
     pub live: bool,
     /// The leases that the network has taken in. The status does not cover newer leases.
     pub leases: LeaseSet,
-    /// Peers whose leases are accepted.
+    /// The number of peers whose leases are accepted.
     pub peers: usize,
-    /// Desired objects.
+    /// The number of desired objects.
     pub objects: usize,
-    /// Desired objects by kind, without kinds that have none.
+    /// The number of desired objects of each kind. A kind without objects is not in the map.
     pub by_kind: BTreeMap<ObjectKind, usize>,
-    /// Leases that are rejected, with the reason.
+    /// The rejected leases, with the reasons.
     pub rejected: SortedMap<Subnets, Rejection>,
-    /// Objects that the kernel refused to put or delete.
+    /// The objects that could not be put or deleted.
     pub failing: SortedMap<Key, Failure>,
-    /// Why the kernel cannot be read or watched; `None` if it can.
+    /// Why the kernel cannot be read or watched, or `None` if it can.
     pub kernel_error: Option<KernelError>,
     /// Conditions that are not errors, such as two peers with one public address.
     pub advisories: SortedMap<Advisory>,
-    /// Changes applied so far because of leases.
+    /// The number of changes because of leases that were applied since the network started.
     pub applied: u64,
-    /// Changes that the kernel refused so far, also repeated ones.
+    /// The number of changes that failed since the network started. A repeated change counts again.
     pub refused: u64,
-    /// Repairs so far: objects that another program changed, deleted or added.
+    /// The number of repairs since the network started. A repair restores an object that another
+    /// program changed or deleted, or deletes an object that another program added.
     pub repaired: u64,
-    /// Repairs so far by kind and damage.
+    /// The number of repairs since the network started, by kind and damage.
     pub repairs: BTreeMap<(ObjectKind, Damage), u64>,
-    /// The last repairs, oldest first: [`Status::NEWEST_REPAIRS`], and before them as many earlier
-    /// ones, each at least a second after the one before it.
+    /// Some repairs, oldest first: the last [`Status::NEWEST_REPAIRS`] repairs, and before them as
+    /// many older repairs, which are at least a second apart.
     pub last_repairs: Vec<Arc<Repair>>,
-    /// For each change because of leases: the time from their arrival to the kernel's answer.
+    /// The times from the arrival of leases to the answer of the kernel, for each change because of
+    /// leases.
     pub latency: Histogram,
 }
 
@@ -70,30 +74,31 @@ impl Status {
     pub const NEWEST_REPAIRS: usize = 16;
 }
 
-/// A change that the kernel refuses.
+/// A change that fails.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Failure {
     /// The change.
     pub change: Change,
-    /// The peer whose object it is; `None` for this node's objects, and for undesired ones.
+    /// The peer to which the object belongs. `None` for objects of this node, and for undesired
+    /// objects.
     pub peer: Option<Subnets>,
-    /// The last error.
+    /// The error of the last attempt.
     pub error: KernelError,
     /// The time of the first attempt, by the wall clock.
     pub since: SystemTime,
-    /// The number of attempts.
+    /// The number of attempts, at least 1.
     pub tries: u32,
 }
 
 impl Failure {
-    /// A first failure of `change`, now.
+    /// The failure of a first attempt at `change`, now.
     pub fn new(change: &Change, peer: Option<Subnets>, error: KernelError) -> Self {
         Self { change: change.clone(), peer, error, since: SystemTime::now(), tries: 1 }
     }
 }
 
-/// The change by another program that a repair undid.
+/// The kind of change by another program that a repair has undone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Damage {
@@ -119,18 +124,20 @@ impl fmt::Display for Damage {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Repair {
-    /// Its number, counted from 1 since the network started.
+    /// The number of the repair, counted from 1 since the network started.
     pub number: u64,
-    /// Its time, by the wall clock.
+    /// The time of the repair, by the wall clock.
     pub at: SystemTime,
-    /// The change that it undid.
+    /// The kind of change that was undone.
     pub damage: Damage,
-    /// The object that was put, or for [`Damage::Addition`] deleted.
+    /// The object that was put again, or for [`Damage::Addition`] deleted.
     pub object: Object,
-    /// The peer whose object it is; `None` for this node's objects, and for undesired ones.
+    /// The peer to which the object belongs. `None` for objects of this node, and for undesired
+    /// objects.
     pub peer: Option<Subnets>,
-    /// The author of the damage. `None`: the kernel reports none for links and forwarding entries,
-    /// for objects that it deleted together with another one, and if messages were lost.
+    /// The author of the change, or `None` if it is not known. Linux does not name the author for
+    /// links and forwarding entries, and for objects that it deletes together with another object.
+    /// The author is not known either if messages were lost.
     pub changed_by: Option<ChangedBy>,
 }
 
@@ -163,18 +170,19 @@ impl fmt::Display for Repair {
     }
 }
 
-/// The peers that have objects which are neither in the kernel nor failing.
+/// The peers with objects that are neither in the kernel nor failing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Waiting {
-    /// All peers wait: the kernel must be read first, at the start or after lost events.
+    /// Whether all peers wait, because the kernel must be read first: at the start, or after lost
+    /// events.
     pub all: bool,
-    /// The peers that wait, with the reason.
+    /// The peers that wait, with the reasons.
     pub peers: BTreeMap<Subnets, Wait>,
 }
 
 impl Waiting {
-    /// These peers wait, or all peers.
+    /// These peers wait, or all peers if `all` is true.
     pub const fn new(all: bool, peers: BTreeMap<Subnets, Wait>) -> Self {
         Self { all, peers }
     }
@@ -184,7 +192,7 @@ impl Waiting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Wait {
-    /// Its lease is in the queue, or its objects are.
+    /// Its lease or its objects are in a queue of the engine.
     #[error("its lease has come, and waits for its turn")]
     Turn,
     /// Another program changed its objects.
@@ -201,9 +209,9 @@ pub enum Wait {
 pub struct Explanation {
     /// The lease.
     pub lease: Arc<Lease>,
-    /// Why it is rejected; `None` if it is accepted.
+    /// Why the lease is rejected, or `None` if it is accepted.
     pub rejection: Option<Rejection>,
-    /// The objects that its plan defines, even if the lease is rejected.
+    /// The objects that the plan defines for the lease, even if the lease is rejected.
     pub objects: Vec<(Object, ObjectState)>,
 }
 
@@ -222,12 +230,12 @@ impl Explanation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ObjectState {
-    /// It is in the kernel.
+    /// The object is in the kernel.
     InPlace,
-    /// It was not put yet, or was invalidated.
+    /// The object was not put yet, or another program may have changed it.
     Pending,
-    /// The kernel refuses it.
+    /// The object could not be put.
     Failing(Failure),
-    /// It is not desired, because its lease is rejected.
+    /// The object is not desired, because its lease is rejected.
     Unwanted,
 }

@@ -23,12 +23,12 @@ use crate::lease::{Lease, LeaseAttrs, Revision, Subnets, View};
 /// lease. At the same time it follows the leases of all nodes.
 ///
 /// A method that asks the store fails with [`Error::Store`](crate::Error::Store) if the store does
-/// not answer, and with [`Error::Refused`](crate::Error::Refused) if only an operator can help.
-/// Further errors are listed at the method. Dropping a future loses nothing, except where a method
-/// says so.
+/// not answer, and with [`Error::Refused`](crate::Error::Refused) if an operator must remove the
+/// cause. The documentation of a method has its further errors. Dropping a future loses nothing,
+/// unless the documentation of the method says so.
 ///
-/// Implementations: `flannel_subnet::LocalManager` and `AssignedManager`,
-/// `flannel_subnet_kube::KubeManager` (these need a tokio runtime), `testing::FakeSubnets`.
+/// Implementations are `flannel_subnet::LocalManager`, `flannel_subnet::AssignedManager` and
+/// `flannel_subnet_kube::KubeManager`, which need a tokio runtime, and `testing::FakeSubnets`.
 #[doc = include_str!("../docs/subnet_manager.md")]
 #[async_trait]
 pub trait SubnetManager: fmt::Debug + Send + Sync {
@@ -38,21 +38,22 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config).
     async fn network_config(&self) -> Result<Config>;
 
-    /// Selects the config whose networks the first lease is taken from. A caller that cannot use
-    /// the config that was returned last selects an earlier one. After the first lease, a call has
-    /// no effect. The default implementation does nothing.
+    /// Selects the config from whose networks the first lease is taken. If a caller cannot use the
+    /// config that was returned last, it selects an earlier config. After the first lease, a call
+    /// has no effect. The default implementation does nothing.
     fn use_config(&self, _config: &Config) {}
 
-    /// Waits until there is a valid network config that differs from `known`. Waits on while the
-    /// config is wrong or the store does not answer. The default implementation never returns.
+    /// Waits until the store has a valid network config that differs from `known`, and returns it.
+    /// It goes on waiting while the config is wrong or the store does not answer. The default
+    /// implementation never returns.
     ///
     /// # Errors
-    /// Another call cannot help either.
+    /// The config cannot be watched, and another call cannot help.
     async fn config_changed(&self, _known: &Config) -> Result<Config> {
         std::future::pending().await
     }
 
-    /// The store's data about this node. The default implementation has none.
+    /// What the store knows about this node. The default implementation returns empty hints.
     async fn hints(&self) -> Result<Hints> {
         Ok(Hints::default())
     }
@@ -60,8 +61,8 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     #[doc = include_str!("../docs/acquire_lease.md")]
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Whether [`acquire_lease`](Self::acquire_lease) publishes the attributes. Otherwise the
-    /// operator writes them.
+    /// Whether [`acquire_lease`](Self::acquire_lease) publishes the attributes, as by default. If
+    /// not, an operator writes them into the store.
     fn publishes_attrs(&self) -> bool {
         true
     }
@@ -72,7 +73,8 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// [`Error::Conflict`](crate::Error::Conflict) if the lease was written after `held` was read.
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Renews the lease until it ends, and returns the reason of the end. Retries failed renewals.
+    /// Renews the lease until it ends, and returns the reason of its end. Failed renewals are
+    /// retried.
     ///
     /// # Errors
     /// The lease cannot be held, and another call cannot help.
@@ -89,7 +91,7 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// without a request to the store. It stays open as long as the manager exists.
     fn ownership(&self) -> watch::Receiver<Ownership>;
 
-    /// Whether [`SubnetManager::report`] does anything.
+    /// Whether [`SubnetManager::report`] publishes anything. The default is `false`.
     fn publishes_readiness(&self) -> bool {
         false
     }
@@ -107,18 +109,18 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ownership {
-    /// No lease was acquired yet.
+    /// This node has not acquired a lease yet.
     #[default]
     NotAcquired,
-    /// The subnets are this node's.
+    /// This node owns the subnets.
     Held {
-        /// The end by the wall clock; `None`: the lease has no end. It changes with each renewal,
-        /// and when the wall clock is set.
+        /// The end by the wall clock, or `None` if the lease has no end. It changes with each
+        /// renewal, and when the wall clock is set.
         until: Option<SystemTime>,
     },
-    /// The subnets are no longer this node's. Routes to peers stay.
+    /// This node no longer owns the subnets. Routes to peers stay.
     Lost {
-        /// When the ownership ended.
+        /// The time at which the ownership ended, by the wall clock.
         since: SystemTime,
         /// The reason.
         why: Loss,
@@ -126,12 +128,12 @@ pub enum Ownership {
 }
 
 impl Ownership {
-    /// Whether the subnets are this node's.
+    /// Whether this node owns the subnets.
     pub fn is_held(&self) -> bool {
         matches!(self, Self::Held { .. })
     }
 
-    /// The time from `now` to the end of the lease; `None` if it is not held or has no end.
+    /// The time from `now` to the end of the lease. `None` if the lease is not held or has no end.
     pub fn remaining(&self, now: SystemTime) -> Option<Duration> {
         let Self::Held { until: Some(until) } = self else { return None };
         Some(until.duration_since(now).unwrap_or_default())
@@ -155,9 +157,10 @@ pub enum Loss {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Readiness {
-    /// The daemon starts.
+    /// The program that runs the network starts.
     Starting {
-        /// An earlier run left objects of the network in the kernel.
+        /// Whether an earlier run left objects of the network in the kernel, so that pods can
+        /// already reach peers.
         datapath_in_place: bool,
     },
     /// The network is in place.
@@ -169,31 +172,64 @@ pub enum Readiness {
     },
 }
 
-/// The store's data about this node.
+/// What the store knows about this node before it acquires a lease.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Hints {
-    /// Public addresses that the store prescribes for this node. They override the command line.
+    /// Public addresses that the store prescribes for this node. They override the options of the
+    /// node.
     pub public: Dual<IpAddr>,
-    /// Public addresses that the store publishes instead of those in the attributes, so that peers
-    /// see them.
+    /// Public addresses that the store publishes in place of the addresses in the attributes.
     pub advertised: Dual<IpAddr>,
-    /// The attributes that this node published last, so that a backend can keep its keys and MAC
-    /// addresses; `None`: not known.
+    /// The attributes that this node published last, or `None` if they are not known. They let a
+    /// backend keep its keys and MAC addresses.
     pub last_published: Option<LeaseAttrs>,
-    /// The subnets that this node had before; `None`: not known.
+    /// The subnets that this node had before, or `None` if they are not known.
     pub previous: Option<Subnets>,
-    /// The expired lease of this node, while the store does not answer; else `None`. Its subnets
+    /// The lease of this node that expired while the store did not answer, or `None`. Its subnets
     /// must not be used, but peers can be reached (`flannel_route::JoinOptions::lapsed`).
     pub lapsed: Option<Lease>,
+}
+
+impl Hints {
+    /// Sets [`Hints::public`].
+    #[must_use]
+    pub fn with_public(self, public: Dual<IpAddr>) -> Self {
+        Self { public, ..self }
+    }
+
+    /// Sets [`Hints::advertised`].
+    #[must_use]
+    pub fn with_advertised(self, advertised: Dual<IpAddr>) -> Self {
+        Self { advertised, ..self }
+    }
+
+    /// Sets [`Hints::last_published`].
+    #[must_use]
+    pub fn with_last_published(self, last_published: Option<LeaseAttrs>) -> Self {
+        Self { last_published, ..self }
+    }
+
+    /// Sets [`Hints::previous`].
+    #[must_use]
+    pub fn with_previous(self, previous: Option<Subnets>) -> Self {
+        Self { previous, ..self }
+    }
+
+    /// Sets [`Hints::lapsed`].
+    #[must_use]
+    pub fn with_lapsed(self, lapsed: Option<Lease>) -> Self {
+        Self { lapsed, ..self }
+    }
 }
 
 /// Why a lease ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LeaseEnd {
-    /// It was not renewed in time, and the store deleted it.
+    /// It was not renewed in time, so the store deleted it.
     Expired,
-    /// It was deleted, which makes the daemon of this node exit.
+    /// An operator or another program deleted it. The node must stop using the subnets.
     Deleted,
     /// Another node holds it now.
     Taken {
@@ -211,48 +247,94 @@ impl fmt::Display for LeaseEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Expired => f.write_str("it expired before it could be renewed"),
-            Self::Deleted => f.write_str("somebody deleted it, which makes flanneld exit"),
+            Self::Deleted => f.write_str("somebody deleted it"),
             Self::Taken { by } => write!(f, "it is now held by {by}"),
             Self::Moved { to } => write!(f, "this node was given {to} instead"),
         }
     }
 }
 
-/// The number of requests of one kind.
+/// The numbers of requests of one kind since the program started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Calls {
-    /// Requests sent.
+    /// The number of requests that were sent.
     pub sent: u64,
-    /// Requests that failed. A watch that ended with an error counts too.
+    /// The number of requests that failed. A watch that ended with an error counts too.
     pub failed: u64,
 }
 
-/// The state of a store.
+/// An answer of a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Confirmed {
+    /// The revision of the store in the last answer that had one, or 0.
+    pub revision: Revision,
+    /// The time of the answer, by the wall clock.
+    pub at: SystemTime,
+}
+
+/// The state of a store, as this node sees it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StoreStatus {
-    /// The store's name, such as `dir:/var/lib/flannel`.
+    /// The name of the store, such as `dir:/var/lib/flannel`.
     pub store: String,
     /// The kind of the store.
     pub kind: StoreKind,
-    /// The last revision that the store confirmed, and the time; `None` before its first answer.
-    pub confirmed: Option<(Revision, SystemTime)>,
-    /// Requests by kind, such as `list`, `watch` or `renew`.
+    /// The last answer of the store, or `None` before its first answer.
+    pub confirmed: Option<Confirmed>,
+    /// The numbers of requests of each kind, such as `list`, `watch` or `renew`.
     pub calls: BTreeMap<&'static str, Calls>,
-    /// Entries that were skipped because they are not leases.
+    /// The entries that are skipped because they are not leases.
     pub skipped: Vec<SkippedEntry>,
-    /// The last failure, or `None` if no request failed since the last success.
+    /// The last failure, or `None` if no request has failed since the last success.
     pub last_error: Option<LastError>,
-    /// Why the network config in the store is not used (wrong, or deleted). `None`: it is used.
+    /// Why this node does not use the network config in the store, which is wrong or was deleted.
+    /// `None` if it uses the config.
     pub wrong_config: Option<String>,
 }
 
 impl StoreStatus {
-    /// Requests sent.
+    /// The status of a store that has not been asked yet.
+    pub fn new(store: impl Into<String>, kind: StoreKind) -> Self {
+        Self { store: store.into(), kind, ..Self::default() }
+    }
+
+    /// Sets [`StoreStatus::confirmed`].
+    #[must_use]
+    pub fn with_confirmed(self, confirmed: Option<Confirmed>) -> Self {
+        Self { confirmed, ..self }
+    }
+
+    /// Sets [`StoreStatus::calls`].
+    #[must_use]
+    pub fn with_calls(self, calls: BTreeMap<&'static str, Calls>) -> Self {
+        Self { calls, ..self }
+    }
+
+    /// Sets [`StoreStatus::skipped`].
+    #[must_use]
+    pub fn with_skipped(self, skipped: Vec<SkippedEntry>) -> Self {
+        Self { skipped, ..self }
+    }
+
+    /// Sets [`StoreStatus::last_error`].
+    #[must_use]
+    pub fn with_last_error(self, last_error: Option<LastError>) -> Self {
+        Self { last_error, ..self }
+    }
+
+    /// Sets [`StoreStatus::wrong_config`].
+    #[must_use]
+    pub fn with_wrong_config(self, wrong_config: Option<String>) -> Self {
+        Self { wrong_config, ..self }
+    }
+
+    /// The number of requests of all kinds.
     pub fn requests(&self) -> u64 {
         self.calls.values().map(|calls| calls.sent).sum()
     }
 
-    /// Requests that failed.
+    /// The number of failed requests of all kinds.
     pub fn failures(&self) -> u64 {
         self.calls.values().map(|calls| calls.failed).sum()
     }

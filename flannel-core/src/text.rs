@@ -10,8 +10,8 @@ pub const MAX_VALUE_CHARS: usize = 120;
 /// reason may quote several values.
 pub const MAX_REASON_CHARS: usize = 480;
 
-/// The first `most` characters of a text, and `…` if it has more. Another party may have written
-/// the text, so that it has any size.
+/// The first `most` characters of a text, and `…` if it has more. Use it for a text that another
+/// party has written, because such a text may have any size.
 ///
 /// ```
 /// use flannel_core::text::shorten;

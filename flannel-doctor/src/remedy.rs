@@ -79,6 +79,7 @@ impl Rendered {
             | Remedy::ShowCapabilities => of_daemon(remedy, deployment),
             Remedy::ListLeases
             | Remedy::ReleaseLease(_)
+            | Remedy::ReleaseReservation(_)
             | Remedy::ReleaseOrReaddress(_)
             | Remedy::FreeSubnets => of_leases(remedy, deployment),
             Remedy::SetConfig | Remedy::PatchConfig(_) | Remedy::CheckConfig => {
@@ -184,6 +185,10 @@ fn of_config(remedy: &Remedy, deployment: Deployment) -> Rendered {
 fn of_leases(remedy: &Remedy, deployment: Deployment) -> Rendered {
     let is_kubernetes = deployment == Deployment::Kubernetes;
     match remedy {
+        Remedy::ReleaseReservation(key) => {
+            Rendered::command(format!("flannelctl lease release '{key}'"))
+                .remark("if no other host has its public address")
+        }
         // A deleted node has no subnet.
         Remedy::ReleaseLease(_) if is_kubernetes => Rendered::command(NODES)
             .detail("then kubectl delete node")

@@ -12,7 +12,12 @@ pub const SLOW: Duration = Duration::from_secs(1);
 
 /// What removes the cause of an error of a store of this kind, or of a network on it.
 pub fn remedy_of(error: &Error, store: &StoreKind) -> Remedy {
-    let restore = || Remedy::RestoreStore { store: store.clone(), failure: error.store_failure() };
+    let failure = error.store_failure();
+    if let StoreFailure::RivalHost { lease, reserved } = failure {
+        let key = lease.to_string();
+        return if reserved { Remedy::ReleaseReservation(key) } else { Remedy::ReleaseLease(key) };
+    }
+    let restore = || Remedy::RestoreStore { store: store.clone(), failure: failure.clone() };
     match error {
         Error::NoConfig { .. } | Error::Config { .. } | Error::Backend { .. } => Remedy::SetConfig,
         Error::OutOfSubnets { .. } => Remedy::FreeSubnets,
@@ -70,7 +75,25 @@ pub fn slow_store(
 
 #[cfg(test)]
 mod tests {
+    use flannel_api::Deployment;
+    use flannel_core::subnet::StoreReason;
+
     use super::*;
+    use crate::remedy::render;
+
+    #[test]
+    fn a_lease_that_a_rival_took_is_released() {
+        for (reserved, command) in [
+            (true, "flannelctl lease release '10.1.7.0-24' # if no other host has its public"),
+            (false, "flannelctl lease release --force '10.1.7.0-24' # if that node is gone"),
+        ] {
+            let lease = "10.1.7.0-24".parse().unwrap();
+            let reason = StoreReason::new("taken", StoreFailure::RivalHost { lease, reserved });
+            let error = Error::Refused { store: "dir:/srv/flannel".into(), reason };
+            let rendered = render(&remedy_of(&error, &StoreKind::Other), Deployment::Systemd);
+            assert!(rendered.starts_with(command), "{rendered}");
+        }
+    }
 
     #[test]
     fn a_store_is_slow_from_a_second_on() {

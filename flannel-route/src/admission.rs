@@ -44,13 +44,10 @@
 //! }));
 //! let mut admission = Admission::new(rules, vec![plan]);
 //!
+//! let public = ["192.0.2.7".parse().unwrap()].into_iter().collect();
 //! let lease = Arc::new(Lease {
 //!     subnets: "10.1.7.0-24".parse().unwrap(),
-//!     attrs: LeaseAttrs::from(Offer {
-//!         kind: "host-gw".into(),
-//!         public: ["192.0.2.7".parse().unwrap()].into_iter().collect(),
-//!         ..Offer::default()
-//!     }),
+//!     attrs: LeaseAttrs::from(Offer::new(public).with_kind("host-gw")),
 //!     expires: None,
 //!     since: Revision(1),
 //!     revision: Revision(1),

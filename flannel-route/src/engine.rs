@@ -227,7 +227,6 @@ mod tests {
     use std::collections::BTreeMap;
     use std::net::IpAddr;
     use std::sync::Mutex;
-    use std::time::Duration;
 
     fn changed_by(protocol: u8) -> ChangedBy {
         let mut changed_by = ChangedBy::new(7);
@@ -290,10 +289,6 @@ mod tests {
         fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
             Err(KernelError::new(95))
         }
-
-        fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
-            Ok(())
-        }
     }
 
     fn uplink() -> LinkName {
@@ -313,10 +308,7 @@ mod tests {
     }
 
     fn lease(n: u8, public: [u8; 4]) -> Lease {
-        let attrs = LeaseAttrs::from(Offer {
-            public: [public.into()].into_iter().collect(),
-            ..Offer::default()
-        });
+        let attrs = LeaseAttrs::from(Offer::new([public.into()].into_iter().collect()));
         let subnets = Subnets::new([dst(n)]).unwrap();
         Lease {
             subnets,
@@ -718,10 +710,7 @@ mod tests {
         for (network, dst, protocol, unread) in cases {
             let (mut world, dst) = (World::of(network.parse().unwrap()), dst.parse().unwrap());
             let public: [IpAddr; 2] = [[198, 51, 100, 3].into(), "2001:db8::3".parse().unwrap()];
-            let attrs = LeaseAttrs::from(Offer {
-                public: public.into_iter().collect(),
-                ..Offer::default()
-            });
+            let attrs = LeaseAttrs::from(Offer::new(public.into_iter().collect()));
             let subnets = Subnets::new([dst]).unwrap();
             world.leases.insert(Lease { subnets, attrs, ..lease(3, [198, 51, 100, 3]) });
             world.view();

@@ -69,7 +69,8 @@ impl WithRecordKeepers {
 
     /// Makes [`Kernel::apply`] wait for the end of changes that a record keeper only started. This
     /// is for programs that end afterwards, such as a cleanup. If no change has succeeded for
-    /// [`Self::PATIENCE`], those that have not ended fail with `ETIMEDOUT`.
+    /// [`Self::PATIENCE`], it stops waiting, and the outcome of the changes that have not ended is
+    /// [`Outcome::Started`].
     #[must_use]
     pub fn waiting(self) -> Self {
         Self { waits: true, ..self }
@@ -94,13 +95,14 @@ impl WithRecordKeepers {
         self.record_keepers.iter().find(|keeper| keeper.name() == record.keeper).map(AsRef::as_ref)
     }
 
-    /// Replaces the outcomes of changes that `keeper` only started by those of their ends.
+    /// Waits for the ends of the changes that `keeper` only started, and replaces their outcomes. A
+    /// change that does not end in time stays [`Outcome::Started`].
     fn wait_for_ends(keeper: &dyn RecordKeeper, changes: &[Change], outcomes: &mut [Outcome]) {
         let mut end = Instant::now() + Self::PATIENCE;
         let all = changes.iter().zip(outcomes);
         for (change, outcome) in all.filter(|(_, outcome)| **outcome == Outcome::Started) {
             let left = end.saturating_duration_since(Instant::now());
-            *outcome = keeper.wait(&change.object().key(), left).into();
+            *outcome = keeper.wait(&change.object().key(), left);
             if outcome.is_done() {
                 end = Instant::now() + Self::PATIENCE;
             }

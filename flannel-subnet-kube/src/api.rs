@@ -15,7 +15,9 @@ use bytes::Bytes;
 use flannel_core::Error;
 use flannel_core::lease::Revision;
 use flannel_core::runtime::lock;
-use flannel_core::subnet::{LastError, StoreFailure, StoreKind, StoreReason, StoreStatus};
+use flannel_core::subnet::{
+    Confirmed, LastError, StoreFailure, StoreKind, StoreReason, StoreStatus,
+};
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming as Body;
@@ -133,7 +135,7 @@ impl Api {
         let url = connection.url();
         let name = format!("kube:{url}");
         let kind = StoreKind::Kubernetes { url };
-        let stats = StoreStatus { store: name.clone(), kind, ..StoreStatus::default() };
+        let stats = StoreStatus::new(name.clone(), kind);
         Ok(Self {
             name,
             source,
@@ -157,9 +159,9 @@ impl Api {
     /// Notes that the server answered, and the version in its answer.
     pub(crate) fn confirm(&self, revision: Option<Revision>) {
         let mut stats = self.stats();
-        let known =
-            revision.or_else(|| stats.confirmed.map(|(revision, _)| revision)).unwrap_or_default();
-        stats.confirmed = Some((known, SystemTime::now()));
+        let known = revision.or_else(|| stats.confirmed.map(|answer| answer.revision));
+        let revision = known.unwrap_or_default();
+        stats.confirmed = Some(Confirmed { revision, at: SystemTime::now() });
         stats.last_error = None;
     }
 

@@ -214,7 +214,7 @@ mod tests {
         .unwrap();
         let manager = KubeManager::open(options).await.unwrap();
         let public = ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
-        let attrs = LeaseAttrs::from(Offer { public, kind: "vxlan".into(), ..Offer::default() });
+        let attrs = LeaseAttrs::from(Offer::new(public).with_kind("vxlan"));
         let held = manager.acquire_lease(&attrs).await.unwrap();
         manager.report(&Readiness::Ready).await.unwrap();
         let steps = async {

@@ -124,7 +124,7 @@ impl SubnetManager for KubeManager {
         match held {
             Some(held) if hints.previous.is_none() => {
                 let Hints { last_published, previous, .. } = held.hints();
-                Ok(Hints { last_published, previous, ..hints })
+                Ok(hints.with_last_published(last_published).with_previous(previous))
             }
             _ => Ok(hints),
         }
@@ -213,6 +213,6 @@ impl SubnetManager for KubeManager {
 
     fn store_status(&self) -> StoreStatus {
         let wrong_config = lock(&self.shared.wrong_config).clone();
-        StoreStatus { wrong_config, ..self.shared.api.status() }
+        self.shared.api.status().with_wrong_config(wrong_config)
     }
 }

@@ -86,8 +86,8 @@ fn occupied_ranges(network: &PodNetwork, occupied: &[Subnet]) -> Vec<Range> {
     ranges
 }
 
-/// The numbers of the subnets that `subnet` overlaps, or `None` if it overlaps none from min to
-/// max.
+/// The numbers of the subnets that `subnet` overlaps, or `None` if it does not overlap any from min
+/// to max.
 fn range(network: &PodNetwork, highest: u128, subnet: &Subnet) -> Option<Range> {
     if subnet.family() != network.min.family() {
         return None;

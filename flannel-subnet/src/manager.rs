@@ -28,7 +28,7 @@ use tokio::sync::watch;
 use crate::clock::{Clock, SystemClock};
 use crate::files::cache::Cache;
 use crate::reflect::Reflector;
-use crate::registry::{ConfigText, Entry, HolderId, Metered, Registry, unanswered};
+use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
 pub use assigned::AssignedManager;
 use configs::{Configs, Fetched};
 use fallback::Fallback;
@@ -69,7 +69,7 @@ pub struct Identity {
 /// let identity = Identity { holder, previous: None, local_addresses: Vec::new() };
 /// let manager = LocalManager::new(Arc::new(registry), identity);
 /// let public = ["192.0.2.1".parse().unwrap()].into_iter().collect();
-/// let attrs = LeaseAttrs::from(Offer { public, ..Offer::default() });
+/// let attrs = LeaseAttrs::from(Offer::new(public));
 /// let lease = manager.acquire_lease(&attrs).await?;
 /// assert_eq!(manager.acquire_lease(&attrs).await?.subnets, lease.subnets);
 /// # Ok::<(), flannel_core::Error>(())
@@ -279,30 +279,27 @@ impl SubnetManager for LocalManager {
             None => self.store.list().await?,
             Some(lease) => match self.fallback.promptly(self.store.list()).await {
                 Err(error) if unanswered(&error) => {
-                    return Ok(Hints {
-                        last_published: Some(lease.attrs.clone()),
-                        previous: Some(lease.subnets),
-                        lapsed: self.fallback.own_lease_in_force().is_none().then_some(lease),
-                        ..Hints::default()
-                    });
+                    return Ok(Hints::default()
+                        .with_last_published(Some(lease.attrs.clone()))
+                        .with_previous(Some(lease.subnets))
+                        .with_lapsed(
+                            self.fallback.own_lease_in_force().is_none().then_some(lease),
+                        ));
                 }
                 listing => listing?,
             },
         };
         let Identity { holder, previous, local_addresses } = &self.identity;
         let by_holder = listing.entries.iter().find(|entry| entry.holder == Some(*holder));
-        let has_our_address = |entry: &&Entry| {
+        let mut with_our_address = listing.entries.iter().filter(|entry| {
             let public = &entry.lease.attrs.preferred.public;
             public.values().any(|address| local_addresses.contains(address))
-        };
-        let mut with_our_address = listing.entries.iter().filter(has_our_address);
+        });
         let by_address = with_our_address.next().filter(|_| with_our_address.next().is_none());
         let own = by_holder.or(by_address).map(|entry| &entry.lease);
-        Ok(Hints {
-            last_published: own.map(|lease| lease.attrs.clone()),
-            previous: own.map(|lease| lease.subnets).or(*previous),
-            ..Hints::default()
-        })
+        Ok(Hints::default()
+            .with_last_published(own.map(|lease| lease.attrs.clone()))
+            .with_previous(own.map(|lease| lease.subnets).or(*previous)))
     }
 
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
@@ -342,6 +339,6 @@ impl SubnetManager for LocalManager {
     }
 
     fn store_status(&self) -> StoreStatus {
-        StoreStatus { wrong_config: self.configs.wrong(), ..self.store.status() }
+        self.store.status().with_wrong_config(self.configs.wrong())
     }
 }

@@ -61,29 +61,13 @@ pub use values::{
 /// [`LARGEST_VALUE`]: flannel_core::lease::LARGEST_VALUE
 /// [`Lease::revision`]: flannel_core::Lease::revision
 /// [`Lease::since`]: flannel_core::Lease::since
-///
-/// ```
-/// use flannel_subnet::{MemoryRegistry, Registry};
-///
-/// /// The number of leases that never expire.
-/// async fn reservations(registry: &dyn Registry) -> flannel_core::Result<usize> {
-///     let listing = registry.list().await?;
-///     Ok(listing.entries.iter().filter(|entry| entry.holder.is_none()).count())
-/// }
-///
-/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
-/// let registry = MemoryRegistry::new();
-/// registry.create(&"10.1.5.0-24".parse()?, &Default::default(), None).await?;
-/// assert_eq!(reservations(&registry).await?, 1);
-/// # Ok::<(), flannel_core::Error>(())
-/// # }).unwrap();
-/// ```
+#[doc = include_str!("../docs/registry.md")]
 #[async_trait]
 pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// The text of the network config.
     ///
     /// # Errors
-    /// [`Error::NoConfig`], besides those of any request.
+    /// [`Error::NoConfig`], besides the errors of any request.
     async fn config(&self) -> Result<ConfigText>;
 
     /// Writes the network config if the store still has `known`, or has no config if `known` is
@@ -108,7 +92,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// The lease with exactly these subnets, or `None` if the store has no such lease.
     ///
     /// # Errors
-    /// [`Error::Store`] if the value of the key cannot be read, besides those of any request.
+    /// [`Error::Store`] if the value of the key cannot be read, besides the errors of any request.
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>>;
 
     /// Writes a lease if its key does not exist. Without `grant` it is a reservation.

@@ -337,7 +337,7 @@ mod tests {
 
     #[test]
     fn the_state_that_the_last_daemon_left_is_shown() {
-        let failure = "flanneld does not answer at /run/flannel/flanneld.sock: No such file or \
+        let failure = "the daemon does not answer at /run/flannel/flanneld.sock: No such file or \
             directory (os error 2)";
         let file = Path::new("/run/flannel/subnet.env");
         let lease = Lease {

@@ -85,7 +85,10 @@ pub enum Error {
     #[error("the network stopped: {0}")]
     Stopped(String),
     /// This node no longer owns its subnets.
-    #[error("the lease {subnets} is lost: {end}; subnet file and data path stay in place")]
+    #[error(
+        "the lease {subnets} is lost: {end}{}; subnet file and data path stay in place",
+        if **end == LeaseEnd::Deleted { ", which makes flanneld exit" } else { "" }
+    )]
     LeaseLost {
         /// The lease.
         subnets: Box<Subnets>,

@@ -12,7 +12,7 @@ use flannel_api::seconds;
 use flannel_core::kernel::{Refused, Traffic};
 use flannel_core::object::{Change, ObjectKind};
 use flannel_core::status::{Damage, Rejection};
-use flannel_core::subnet::StoreKind;
+use flannel_core::subnet::{Confirmed, StoreKind};
 use flannel_doctor::checks::host::CHECKS;
 use flannel_doctor::finding::Check;
 use flannel_doctor::inputs::tunnels::Tunnels;
@@ -119,7 +119,7 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
         "1 if the store has answered, and no request has failed since then",
         store.last_error.is_none() && store.confirmed.is_some(),
     );
-    if let Some((revision, at)) = store.confirmed {
+    if let Some(Confirmed { revision, at }) = store.confirmed {
         page.seconds(
             "flannel_store_age_seconds",
             "Time since the last answer of the store",
@@ -291,12 +291,12 @@ fn traffic(page: &mut Page, Traffic { sent, received, dropped, .. }: &Traffic) {
         page.counters(
             "flannel_data_plane_packets_total",
             "Packets that the backend itself moved between nodes",
-            both(sent.0, received.0),
+            both(sent.packets, received.packets),
         );
         page.counters(
             "flannel_data_plane_bytes_total",
             "Bytes of these packets, without the headers of datagrams",
-            both(sent.1, received.1),
+            both(sent.bytes, received.bytes),
         );
     }
     page.counters(
@@ -451,7 +451,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use flannel_core::kernel::KernelError;
+    use flannel_core::kernel::{KernelError, PacketCount};
     use flannel_core::lease::Revision;
     use flannel_core::status::Status;
     use flannel_core::subnet::{LastError, Ownership, StoreFailure, StoreStatus};
@@ -481,8 +481,12 @@ mod tests {
         let mut snapshot = observer.snapshot();
         drop(guard);
         let dropped = [("no_peer", 4), ("foreign_node", 5)].into();
-        let (sent, received) = (Some((7, 700)), Some((3, 300)));
-        let traffic = Traffic { sent, received, dropped, ..Traffic::default() };
+        let traffic = Traffic {
+            sent: Some(PacketCount { packets: 7, bytes: 700 }),
+            received: Some(PacketCount { packets: 3, bytes: 300 }),
+            dropped,
+            ..Traffic::default()
+        };
         snapshot.network.as_mut().unwrap().traffic = Some(traffic);
         let packets = [("stranger", 6), ("foreign_source", 0), ("pod", 2)].into();
         let refused = Refused { drops: true, packets, ..Refused::default() };
@@ -490,11 +494,14 @@ mod tests {
         let until = Some(snapshot.time + Duration::from_secs(3600));
         snapshot.ownership = Ownership::Held { until };
         let calls = flannel_core::subnet::Calls { sent: 2, failed: 1 };
-        snapshot.store = Some(StoreStatus {
-            confirmed: Some((Revision(7), SystemTime::UNIX_EPOCH)),
-            calls: [("get", calls)].into(),
-            ..StoreStatus::default()
-        });
+        snapshot.store = Some(
+            StoreStatus::default()
+                .with_confirmed(Some(Confirmed {
+                    revision: Revision(7),
+                    at: SystemTime::UNIX_EPOCH,
+                }))
+                .with_calls([("get", calls)].into()),
+        );
         (observer, snapshot)
     }
 
@@ -694,17 +701,16 @@ mod tests {
     #[test]
     fn a_store_that_has_never_answered_is_not_up() {
         let mut snapshot = Observer::default().snapshot();
-        let status = |confirmed, last_error: Option<&str>| StoreStatus {
-            store: "etcd".into(),
-            confirmed,
-            last_error: last_error.map(|error| LastError {
-                text: error.to_owned(),
-                failure: StoreFailure::Other,
-                at: SystemTime::UNIX_EPOCH,
-            }),
-            ..StoreStatus::default()
+        let status = |confirmed, last_error: Option<&str>| {
+            StoreStatus::new("etcd", StoreKind::Other).with_confirmed(confirmed).with_last_error(
+                last_error.map(|error| LastError {
+                    text: error.to_owned(),
+                    failure: StoreFailure::Other,
+                    at: SystemTime::UNIX_EPOCH,
+                }),
+            )
         };
-        let answered = Some((Revision(7), SystemTime::UNIX_EPOCH));
+        let answered = Some(Confirmed { revision: Revision(7), at: SystemTime::UNIX_EPOCH });
         for (store, up) in [
             (status(None, None), 0),
             (status(answered, None), 1),

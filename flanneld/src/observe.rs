@@ -380,11 +380,10 @@ pub(crate) mod tests {
     /// A network on fakes, with three peers and this status.
     pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
         let subnets = FakeSubnets::new("10.1.0.0/16");
-        let attrs = flannel_core::lease::LeaseAttrs::from(flannel_core::lease::Offer {
-            public: ["192.0.2.1".parse().unwrap()].into_iter().collect(),
-            kind: "vxlan".into(),
-            ..flannel_core::lease::Offer::default()
-        });
+        let attrs = flannel_core::lease::LeaseAttrs::from(
+            flannel_core::lease::Offer::new(["192.0.2.1".parse().unwrap()].into_iter().collect())
+                .with_kind("vxlan"),
+        );
         let lease = subnets.acquire_lease(&attrs).await.unwrap();
         for n in [7, 8, 9] {
             subnets.put(&format!("10.1.{n}.0-24"), &format!("192.0.2.{n}"));
@@ -397,13 +396,12 @@ pub(crate) mod tests {
             datapath: flannel_backends::all().datapath(&config),
             links: Vec::new(),
             config,
-            iface: ExternalInterface {
-                name: "eth0".parse().unwrap(),
-                mtu: 1500,
-                address: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
-                public: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
-                reason: "it has the default route".into(),
-            },
+            iface: ExternalInterface::new(
+                "eth0".parse().unwrap(),
+                1500,
+                Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
+            )
+            .with_reason("it has the default route"),
             kernel: Arc::new(FakeKernel::with_uplink("eth0")),
             encrypted: None,
             record_keepers: Vec::new(),

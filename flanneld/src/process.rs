@@ -12,7 +12,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Arg, CommandFactory};
+use flannel_api::Deployment;
 use flannel_backends::Backends;
+use flannel_core::subnet::{StoreFailure, StoreKind};
+use flannel_doctor::remedy::render;
+use flannel_doctor::store::remedy_of;
 use flannel_options::environment::misspelt;
 use flannel_options::printable;
 use tokio::signal::unix::{SignalKind, signal};
@@ -49,9 +53,25 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -
         Err(error) => {
             // The text about wrong usage has several lines, and nothing from outside.
             let shown = if error.exit_code() == 2 { printable::lines } else { printable::line };
-            let _ = std::io::stderr().write_all(shown(&format!("flanneld: {error}\n")).as_bytes());
+            let text = format!("flanneld: {}\n", last_words(&error));
+            let _ = std::io::stderr().write_all(shown(&text).as_bytes());
             ExitCode::from(error.exit_code())
         }
+    }
+}
+
+/// The text of the error that ends the process. If another host has the lease of this node, it has
+/// the command that releases the lease, because each later start ends in the same way.
+fn last_words(error: &Error) -> String {
+    match error {
+        Error::Network(cause)
+            if matches!(cause.store_failure(), StoreFailure::RivalHost { .. }) =>
+        {
+            // The command is the same for every store that has leases with holders.
+            let remedy = remedy_of(cause, &StoreKind::Other);
+            format!("{error}: {}", render(&remedy, Deployment::Systemd))
+        }
+        _ => error.to_string(),
     }
 }
 

@@ -15,7 +15,7 @@ fn main() -> anyhow::Result<()> {
         let config =
             r#"{"Network": "10.1.0.0/16", "Backend": {"Type": "hub", "Router": "192.0.2.254"}}"#;
         let registry = Arc::new(MemoryRegistry::with_config(config));
-        let peer = LeaseAttrs::from(Offer { kind: "hub".into(), ..Offer::default() });
+        let peer = LeaseAttrs::from(Offer::default().with_kind("hub"));
         registry.create(&"10.1.7.0-24".parse()?, &peer, None).await?;
         let identity =
             Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };

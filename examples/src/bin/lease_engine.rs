@@ -28,8 +28,7 @@ async fn two_nodes() -> anyhow::Result<()> {
             Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
         let node = LocalManager::new(Arc::new(connect()?), identity);
         let public = [address.parse::<IpAddr>()?].into_iter().collect();
-        let lease =
-            node.acquire_lease(&LeaseAttrs::from(Offer { public, ..Offer::default() })).await?;
+        let lease = node.acquire_lease(&LeaseAttrs::from(Offer::new(public))).await?;
         // A program that uses its subnet for longer also runs `hold_lease`: see `engines`.
         println!("{address} has {}", lease.subnets);
         nodes.push((node, lease));

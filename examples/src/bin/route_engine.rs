@@ -50,7 +50,7 @@ async fn embed() -> anyhow::Result<()> {
 
 fn lease(key: &str, public: &str) -> anyhow::Result<Lease> {
     let public = [public.parse::<std::net::IpAddr>()?].into_iter().collect();
-    let attrs = LeaseAttrs::from(Offer { public, ..Offer::default() });
+    let attrs = LeaseAttrs::from(Offer::new(public));
     let revision = Revision(1);
     Ok(Lease { subnets: key.parse()?, attrs, expires: None, since: revision, revision })
 }

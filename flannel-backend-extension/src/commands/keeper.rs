@@ -240,21 +240,27 @@ impl RecordKeeper for Commands {
         self.0.has_ended.store(true, Ordering::Release);
     }
 
-    fn wait(&self, key: &Key, timeout: Duration) -> Result<(), KernelError> {
-        let Key::Record(keeper, subnet) = key else { return Err(KernelError::new(EINVAL)) };
+    fn wait(&self, key: &Key, timeout: Duration) -> Outcome {
+        let Key::Record(keeper, subnet) = key else {
+            return Outcome::Failed(KernelError::new(EINVAL));
+        };
         if *keeper != self.0.names.keeper {
-            return Err(of_another(keeper, self.0.names.keeper));
+            return Outcome::Failed(of_another(keeper, self.0.names.keeper));
         }
         let end = Instant::now() + timeout;
-        let mut inner = self.open()?;
+        let mut inner = match self.open() {
+            Ok(inner) => inner,
+            Err(error) => return Outcome::Failed(error),
+        };
         loop {
             let entry = inner.entries.get(subnet);
             if entry.is_none_or(Entry::is_idle) {
-                return entry.and_then(|entry| entry.last.clone()).unwrap_or(Ok(()));
+                let last = entry.and_then(|entry| entry.last.clone());
+                return last.map_or(Outcome::Done, Outcome::from);
             }
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(KernelError::TimedOut);
+                return Outcome::Started;
             }
             let waited = self.0.ended.wait_timeout(inner, left);
             inner = waited.unwrap_or_else(PoisonError::into_inner).0;

@@ -18,10 +18,16 @@ use super::{Family, ParseError};
 pub struct Subnet(IpNetwork);
 
 impl Subnet {
-    /// The subnet of `len` bits that contains `address`; `None` if the family has fewer bits.
+    /// The subnet with a prefix of `len` bits that contains `address`. `None` if the family has
+    /// fewer bits.
     pub fn new(address: IpAddr, len: u8) -> Option<Self> {
         let base = IpNetwork::new(address, len).ok()?.network();
         IpNetwork::new(base, len).ok().map(Self)
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let (address, len) = text.split_once('/')?;
+        Self::new(address.parse().ok()?, parse_len(len)?)
     }
 
     /// The subnet with exactly one address.
@@ -56,7 +62,8 @@ impl Subnet {
         self.0.prefix()
     }
 
-    /// Whether it contains every address of the family: `0.0.0.0/0` or `::/0`, Go's "no network".
+    /// Whether it contains every address of the family. Go uses `0.0.0.0/0` and `::/0` for "no
+    /// network".
     pub fn is_everything(&self) -> bool {
         self.len() == 0
     }
@@ -66,7 +73,7 @@ impl Subnet {
         self.0.broadcast()
     }
 
-    /// The `n`th address, where 0 is the base; `None` if the subnet has fewer addresses.
+    /// The `n`th address, where 0 is the base. `None` if the subnet has fewer addresses.
     pub fn nth(&self, n: u128) -> Option<IpAddr> {
         let bits = to_bits(self.base()).checked_add(n)?;
         (bits <= to_bits(self.last())).then(|| from_bits(self.family(), bits))
@@ -82,13 +89,13 @@ impl Subnet {
         self.len() <= other.len() && self.contains(other.base())
     }
 
-    /// Whether the two share an address: one covers the other.
+    /// Whether the two subnets share an address. Then one covers the other.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.covers(other) || other.covers(self)
     }
 
-    /// The `n`th subnet of its length after it, where 0 is the subnet itself. `None`: it would lie
-    /// behind the last address of the family.
+    /// The `n`th subnet of the same length after this one, where 0 is the subnet itself. `None` if
+    /// it would lie behind the last address of the family.
     pub fn step(&self, n: u128) -> Option<Self> {
         if n == 0 {
             return Some(*self);
@@ -100,7 +107,8 @@ impl Subnet {
         (bits <= last).then(|| Self::from_bits(family, bits, self.len()))
     }
 
-    /// The `n` with which `first.step(n)` is this subnet; `None` if there is none.
+    /// The `n` for which `first.step(n)` is this subnet. `None` if `first` comes after this subnet,
+    /// or has another family or length.
     pub fn steps_from(&self, first: &Self) -> Option<u128> {
         let is_alike = self.family() == first.family() && self.len() == first.len();
         let distance = to_bits(self.base()).checked_sub(to_bits(first.base()));
@@ -121,7 +129,7 @@ fn to_bits(address: IpAddr) -> u128 {
     }
 }
 
-/// The address with these bits. Those of an IPv4 address must be below 2^32.
+/// The address with these bits. For IPv4 the number must be below 2^32.
 fn from_bits(family: Family, bits: u128) -> IpAddr {
     match family {
         Family::V4 => IpAddr::V4(Ipv4Addr::from_bits(bits as u32)),
@@ -145,11 +153,8 @@ impl From<IpNetwork> for Subnet {
 impl FromStr for Subnet {
     type Err = ParseError;
     fn from_str(text: &str) -> Result<Self, ParseError> {
-        let parse = || {
-            let (address, len) = text.split_once('/')?;
-            Self::new(address.parse().ok()?, parse_len(len)?)
-        };
-        parse().ok_or_else(|| ParseError::new(text, "a subnet such as 10.1.0.0/16 or fd00:1::/48"))
+        Self::parse(text)
+            .ok_or_else(|| ParseError::new(text, "a subnet such as 10.1.0.0/16 or fd00:1::/48"))
     }
 }
 

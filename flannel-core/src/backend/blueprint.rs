@@ -3,7 +3,6 @@
 use std::fmt;
 
 use super::{Datapath, Env, Plan};
-use crate::address::Subnet;
 use crate::kernel::Footprint;
 use crate::lease::{Offer, Subnets};
 use crate::object::{Object, ObjectSet, Route, Via};
@@ -33,21 +32,22 @@ use crate::status::Rejection;
 /// ```
 #[non_exhaustive]
 pub struct Blueprint {
-    /// The [`Offer::kind`] of the offers that `plan` gets; `None` for all offers. A backend leaves
-    /// it `None`: `flannel_route::Host` fills in
-    /// [`Backend::lease_type`](crate::Backend::lease_type), except with `any_lease_type`.
+    /// The backend type ([`Offer::kind`]) of the offers that `plan` gets, or `None` if it gets all
+    /// offers. A backend need not set it: `flannel_route::Host` fills in
+    /// [`Backend::lease_type`](crate::Backend::lease_type), unless `any_lease_type` is set.
     pub lease_type: Option<&'static str>,
-    /// Whether a backend's `plan` gets the offers of all backend types.
+    /// Whether `plan` gets the offers of all backend types.
     pub any_lease_type: bool,
     /// The size of the largest packet that pods may send, in bytes.
     pub mtu: u32,
-    /// The code that moves the packets, as text for the status; empty for backends with one way.
+    /// The code that moves the packets, as text for the status. It is empty if the backend always
+    /// uses the same code.
     pub path: &'static str,
-    /// Peers are reachable only after a WireGuard handshake. While a node moves to this backend, it
-    /// reaches a peer by the other backend until then.
+    /// Whether peers are reachable only after a WireGuard handshake. A node that moves to this
+    /// backend reaches a peer by the other backend until the handshake.
     pub handshakes: bool,
-    /// The kernel objects that the network owns. It must own all objects of `base` and `plan`: the
-    /// others are reported as failing, and are not put.
+    /// The kernel objects that the network owns. It must own all objects of `base` and `plan`. Any
+    /// other object is reported as failing, and is not put.
     pub footprint: Footprint,
     /// The objects that do not depend on peers: the device and its addresses.
     pub base: ObjectSet,
@@ -56,8 +56,8 @@ pub struct Blueprint {
 }
 
 impl Blueprint {
-    /// A network with only the objects that `plan` adds for each peer. Its footprint is empty: set
-    /// it [`with_footprint`](Self::with_footprint). `mtu` is in bytes.
+    /// A network with only the objects that `plan` adds for each peer. Its footprint is empty, so
+    /// set one with [`with_footprint`](Self::with_footprint). `mtu` is in bytes.
     pub fn new(
         mtu: u32,
         plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejection>
@@ -77,7 +77,7 @@ impl Blueprint {
         }
     }
 
-    /// Gives the plan the offers of all backend types.
+    /// Sets [`Blueprint::any_lease_type`].
     #[must_use]
     pub fn with_any_lease_type(self) -> Self {
         Self { any_lease_type: true, ..self }
@@ -107,34 +107,37 @@ impl Blueprint {
         Self { base, ..self }
     }
 
-    /// Adapts the network to a config with `RequireEncryption`. With [`Footprint::blackholes`], a
-    /// blackhole route for each pod network drops packets that no other route takes, so that they
-    /// do not leave by the default route. Each peer gets its own copy of a route of `base` to a
-    /// whole pod network, because the blackhole route replaces that route. If no device of
-    /// `datapath` encrypts, the plan rejects every lease, and the engine removes the routes to
-    /// peers.
-    #[must_use]
-    pub fn only_encrypted(mut self, datapath: &Datapath) -> Self {
-        let is_whole = |object: &Object| match object {
+    /// The routes in `base` to whole pod networks.
+    fn whole_network_routes(&self) -> impl Iterator<Item = Route> {
+        self.base.iter().filter_map(move |object| match object {
             Object::Route(route) => self.footprint.networks.contains(&route.dst).then_some(*route),
             _ => None,
-        };
-        let whole: Vec<Route> = self.base.iter().filter_map(is_whole).collect();
+        })
+    }
+
+    /// Changes the network as `RequireEncryption` in the config demands.
+    ///
+    /// A blackhole for each pod network drops packets that no other route takes, so that they do
+    /// not leave unencrypted by the default route. A route in `base` to a whole pod network
+    /// is replaced by routes to the subnets of each peer. If no device of `datapath` encrypts, the
+    /// plan rejects all leases, so that their routes are deleted.
+    #[must_use]
+    pub fn only_encrypted(mut self, datapath: &Datapath) -> Self {
+        let whole: Vec<Route> = self.whole_network_routes().collect();
         if self.footprint.blackholes {
-            let route = |dst: &Subnet| Route { dst: *dst, via: Via::Blackhole, mtu: None };
-            self.base.extend(self.footprint.networks.iter().map(route));
+            for network in &self.footprint.networks {
+                self.base.insert(Route { dst: *network, via: Via::Blackhole, mtu: None });
+            }
         }
         if !whole.is_empty() {
             let plan = self.plan;
             self.plan = Box::new(move |subnets, offer, env, objects| {
                 plan(subnets, offer, env, objects)?;
-                let of_peer = |dst| {
-                    whole
-                        .iter()
-                        .find(|route| route.dst.covers(&dst))
-                        .map(|route| Route { dst, ..*route })
-                };
-                objects.extend(subnets.iter().filter_map(of_peer).map(Object::from));
+                for dst in subnets.iter() {
+                    if let Some(route) = whole.iter().find(|route| route.dst.covers(&dst)) {
+                        objects.push(Route { dst, ..*route }.into());
+                    }
+                }
                 Ok(())
             });
         }

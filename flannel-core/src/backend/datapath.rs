@@ -6,31 +6,34 @@ use std::fmt;
 use crate::address::Dual;
 use crate::object::LinkName;
 
-/// How packets travel between the nodes of a network, for the firewall, status and doctor.
+/// How packets travel between the nodes of a network. The firewall, the status and the diagnosis
+/// use it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Datapath {
-    /// The tunnel device of each enabled family; `None`: packets leave by the external interface.
+    /// The tunnel device of each family. `None` if packets leave by the external interface, or if
+    /// the family is not enabled.
     pub devices: Dual<LinkName>,
-    /// The bytes that the tunnel adds to a packet, per family of the packet; `None` or 0: none.
+    /// The bytes that the tunnel adds to a packet of each family. `None` or 0 if it adds nothing.
     pub overhead: Dual<u32>,
-    /// The packets, besides those of pods, that firewalls between nodes must let pass.
+    /// The packets that firewalls between nodes must let pass, besides packets of pods.
     pub transports: Vec<Transport>,
-    /// Packets of pods travel between some nodes without a tunnel.
+    /// Whether packets of pods travel between some nodes without a tunnel.
     pub bare: bool,
-    /// Peers on the same link are reached without the tunnel, although there is one.
+    /// Whether this node reaches peers on the same link without the tunnel.
     pub direct: bool,
     /// The devices that encrypt all packets. With `RequireEncryption` the firewall drops packets to
     /// pods of other nodes that leave by any other device.
     pub encrypted: BTreeSet<LinkName>,
-    /// The option with which the tunnel carries the mark of each packet, so that a received packet
-    /// has the mark of its sender; `None` if packets keep the mark that this node gives them.
+    /// The name of the option that makes the tunnel carry packet marks, so that a received packet
+    /// has the mark that its sender gave it. `None` if packets keep the mark that this node gives
+    /// them.
     pub carries_marks: Option<&'static str>,
 }
 
 impl Datapath {
-    /// Adds the datapath of a backend that runs beside this one. Of two tunnels of one family, the
-    /// device of `self` stays.
+    /// Adds the datapath of a backend that runs beside this one. If both have a tunnel of one
+    /// family, the device of `self` stays.
     pub fn merge(&mut self, other: Self) {
         self.direct |= other.direct || self.devices != other.devices;
         self.bare |= other.bare;
@@ -55,7 +58,7 @@ impl Datapath {
 pub enum Transport {
     /// UDP datagrams to this port.
     Udp(u16),
-    /// IP packets of this protocol number. A firewall can admit those of accepted peers only.
+    /// IP packets of this protocol number. A firewall can admit only packets of accepted peers.
     Protocol(u8),
 }
 

@@ -9,33 +9,34 @@ use crate::lease::{Offer, Subnets};
 use crate::object::{LinkName, Object};
 use crate::status::Rejection;
 
-/// Appends the kernel objects for a peer to a list, which may already hold those of other plans.
+/// Appends the kernel objects for a peer to a list. The list may already have objects of other
+/// plans.
 ///
-/// A plan is pure: the same arguments give the same objects. If it defines a route outside the
-/// subnets, the lease is rejected. The engine also calls it for this node's own lease;
-/// [`Env::on_link`] then answers `None`. The keys of those objects are reserved: a lease of a peer
-/// that defines one of them is rejected.
+/// A plan is pure: equal arguments give equal objects. If it defines a route outside the subnets,
+/// the lease is rejected. The engine also calls the plan for this node's own lease. Then
+/// [`Env::on_link`] returns `None`, and the keys of the objects are reserved: a lease of a peer
+/// that defines an object with such a key is rejected.
 pub type Plan =
     dyn Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejection> + Send + Sync;
 
-/// The lookups that a plan may make. When an answer changes, the plan is called again.
+/// What a plan may ask and report. If an answer to a lookup changes, the plan is called again.
 pub struct Env<'a> {
     on_link: &'a Answer<'a>,
     asked: RefCell<BTreeMap<IpAddr, Option<Reach>>>,
     advice: RefCell<Vec<Advice>>,
 }
 
-/// What a plan says about a lease that it accepts, for example that it cannot use one family.
+/// A remark of a plan about a lease that it accepts, for example that it cannot use one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advice {
     /// What is wrong, as a sentence without a full stop.
     pub text: String,
-    /// The public address of the lease that is wrong, or `None` if something else is.
+    /// The public address of the lease that is wrong, or `None` if something else is wrong.
     pub address: Option<IpAddr>,
 }
 
 impl Advice {
-    /// Something is wrong with a public address of the lease.
+    /// A remark about a public address of the lease. The text is a sentence without a full stop.
     pub fn about(address: IpAddr, text: impl Into<String>) -> Self {
         Self { text: text.into(), address: Some(address) }
     }
@@ -47,7 +48,7 @@ impl From<&str> for Advice {
     }
 }
 
-/// A rejection of a part of the lease.
+/// A remark about the part of the lease that was rejected.
 impl From<&Rejection> for Advice {
     fn from(why: &Rejection) -> Self {
         let address = if let Rejection::OwnAddress(address) = why { Some(*address) } else { None };
@@ -61,12 +62,12 @@ impl From<&Rejection> for Advice {
 pub enum Reach {
     /// Without a router, by this device.
     Direct(LinkName),
-    /// By a router or not at all, or the address is one of this host.
+    /// By a router or not at all, or the address belongs to this host.
     NotDirect,
 }
 
 impl Reach {
-    /// The device by which packets reach the address without a router.
+    /// The device by which packets reach the address without a router, or `None`.
     pub const fn link(self) -> Option<LinkName> {
         match self {
             Self::Direct(link) => Some(link),
@@ -81,16 +82,17 @@ impl From<&RouteAnswer> for Reach {
     }
 }
 
-/// A function that finds out how packets reach an address. `None`: the kernel cannot answer.
+/// A function that finds out how packets reach an address. It returns `None` if the kernel cannot
+/// answer.
 pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Reach> + 'a;
 
 impl<'a> Env<'a> {
-    /// An environment that answers with `on_link`.
+    /// An environment that looks up addresses with `on_link`, each at most once.
     pub fn new(on_link: &'a Answer<'a>) -> Self {
         Self { on_link, asked: RefCell::default(), advice: RefCell::default() }
     }
 
-    /// Adds a sentence about the lease to the status. Call it for a lease that the plan accepts.
+    /// Adds a remark about the lease to the status. Call this for a lease that the plan accepts.
     pub fn advise(&self, advice: impl Into<Advice>) {
         self.advice.borrow_mut().push(advice.into());
     }
@@ -121,16 +123,16 @@ impl<'a> Env<'a> {
         Ok(())
     }
 
-    /// The device by which packets reach `address` without a router; `None` if they need one, if
-    /// there is no route, or if it is an address of this host. While the kernel cannot answer, its
-    /// last answer holds (`None` if there is none).
+    /// The device by which packets reach `address` without a router. `None` if they need a router
+    /// or have no route, or if the address belongs to this host. While the kernel cannot answer,
+    /// this is its last answer, or `None` if it never answered.
     pub fn on_link(&self, address: IpAddr) -> Option<LinkName> {
         let mut asked = self.asked.borrow_mut();
         let answer = asked.entry(address).or_insert_with(|| (self.on_link)(address));
         answer.and_then(Reach::link)
     }
 
-    /// The addresses that the plan looked up, with the answers of [`Answer`], and its advice.
+    /// The addresses that the plan looked up, with the results of [`Answer`], and its remarks.
     pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Reach>>, Vec<Advice>) {
         (self.asked.into_inner(), self.advice.into_inner())
     }

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use crate::object::Secret;
 use crate::runtime::lock;
 
-/// Makes a new secret, for example from random bytes.
+/// Creates a secret, for example from random bytes.
 pub type MakeSecret<'a> = dyn Fn() -> io::Result<Secret> + Send + Sync + 'a;
 
 /// The secrets of this node, such as the private key of its tunnel device.
@@ -17,17 +17,17 @@ pub type MakeSecret<'a> = dyn Fn() -> io::Result<Secret> + Send + Sync + 'a;
 #[async_trait]
 pub trait Secrets: fmt::Debug + Send + Sync {
     /// The secret with this name, which consists of lower case letters, digits and `-`. If the node
-    /// has none, `make` makes it, and it is stored before this returns.
+    /// has no such secret, `make` creates it, and it is stored before this method returns.
     ///
     /// # Errors
-    /// The secret cannot be read, made or stored, or the name is not of that form.
+    /// The secret cannot be read, created or stored, or the name has another character.
     ///
     /// # Cancel safety
     /// If the future is dropped, the secret may have been stored. The next call returns it.
     async fn get_or_create(&self, name: &str, make: &MakeSecret<'_>) -> io::Result<Secret>;
 }
 
-/// Secrets that are kept in memory only.
+/// Secrets in memory. They are lost when the process ends.
 #[derive(Debug, Default)]
 pub struct MemorySecrets(Mutex<HashMap<String, Secret>>);
 

@@ -3,15 +3,16 @@
 use crate::config::BackendConfig;
 use crate::json::FieldError;
 
-/// What a node does with tunnel packets that do not come from an accepted peer, or whose source is
-/// not this peer's: the option `SourceCheck` in the object `Backend` of a network config.
+/// The option `SourceCheck` in the object `Backend` of a network config: what a node does with a
+/// tunnel packet that does not come from the public address of an accepted peer, or whose inner
+/// source is outside the subnets of that peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SourceCheck {
-    /// `false`: it takes them like all others.
+    /// `false`: it takes the packet, as any other.
     Off,
-    /// `"count"`: it counts them, and takes them.
+    /// `"count"`: it counts the packet, and takes it.
     Count,
-    /// `true`: it drops and counts them.
+    /// `true`: it counts the packet, and drops it.
     Drop,
 }
 
@@ -19,7 +20,7 @@ impl SourceCheck {
     /// The name of the option.
     pub const NAME: &str = "SourceCheck";
 
-    /// Reads the option; `None` if the config does not have it.
+    /// Reads the option. Returns `None` if the config does not have it.
     ///
     /// # Errors
     /// The value is not `true`, `false` or `"count"`.

@@ -8,33 +8,33 @@ use crate::lease::Subnets;
 use crate::status::Rejection;
 
 impl ExternalInterface {
-    /// Its address of a family that the network needs.
+    /// The address of the interface for a family that the network needs.
     ///
     /// # Errors
-    /// It has none. The text names the interface.
+    /// The interface has no such address. The text names the interface.
     pub fn needed(&self, family: Family) -> Result<IpAddr, String> {
-        let missing = || format!("{} has no {family} address, which the network needs", self.name);
-        self.address[family].ok_or_else(missing)
+        self.address[family].ok_or_else(|| {
+            format!("{} has no {family} address, which the network needs", self.name)
+        })
     }
 }
 
-/// The end of tunnels on this node, with which a plan checks the ends on peers.
+/// This node's end of a tunnel. A plan compares the ends of peers with it.
 #[derive(Debug, Clone, Copy)]
 pub struct LocalEnd {
     /// The addresses of the external interface.
     pub addresses: Dual<IpAddr>,
-    /// The subnets of this node. A plan also runs for its own lease.
+    /// The subnets of this node. They show that a plan runs for this node's own lease.
     pub subnets: Subnets,
 }
 
 impl LocalEnd {
-    /// Checks the public address of the node with these subnets against this node's addresses. A
-    /// link-local address is only good for a peer without a tunnel (`is_direct`). Whether packets
-    /// reach the address is not checked.
+    /// Checks the public address of the node that has these subnets. `is_direct` says that packets
+    /// to the node do not use the tunnel. Whether packets reach the address is not checked.
     ///
     /// # Errors
-    /// The address is one of this node, unless the subnets are this node's. Or it is link-local
-    /// and not `is_direct`.
+    /// The address belongs to this node, although the subnets belong to another node. Or it is a
+    /// link-local address, and packets use the tunnel.
     pub fn check(
         &self,
         public: IpAddr,
@@ -55,12 +55,14 @@ impl LocalEnd {
     }
 }
 
-/// The MTU of the network between the nodes, in bytes: `given` in the config (`Backend.MTU`), else
-/// that of the external interface. `None` if neither is known. `overhead` is the size of the
-/// headers that the tunnel of each enabled family adds.
+/// The MTU of the network between the nodes, in bytes. This is the value in the config
+/// (`Backend.MTU`), which is `given`, or else the MTU of the external interface. `None` if neither
+/// is known. `overhead` is the size of the headers that the tunnel of each enabled family adds, in
+/// bytes.
 ///
 /// # Errors
-/// It is larger than that of the interface, or too small for a tunnel. The text says by how much.
+/// The value in the config is larger than the MTU of the interface, or the MTU is too small for the
+/// tunnel. The text has the limit.
 pub fn underlay_mtu(
     given: Option<u32>,
     uplink: Option<&ExternalInterface>,
@@ -68,8 +70,8 @@ pub fn underlay_mtu(
 ) -> Result<Option<u32>, String> {
     let (field, underlay) = match (given, uplink) {
         (Some(mtu), Some(uplink)) if mtu > uplink.mtu => {
-            let (most, name) = (uplink.mtu, uplink.name);
-            return Err(format!("Backend.MTU {mtu}: at most {most}, the MTU of {name}"));
+            let most = uplink.mtu;
+            return Err(format!("Backend.MTU {mtu}: at most {most}, the MTU of {}", uplink.name));
         }
         (Some(mtu), _) => ("Backend.MTU", mtu),
         (None, Some(uplink)) => ("the interface's MTU", uplink.mtu),
@@ -79,7 +81,8 @@ pub fn underlay_mtu(
     let neediest = overhead.iter().max_by_key(|(family, overhead)| least(*family, **overhead));
     let too_small = neediest.filter(|(family, overhead)| underlay < least(*family, **overhead));
     let Some((family, overhead)) = too_small else { return Ok(Some(underlay)) };
-    let (least, own) = (least(family, *overhead), family.least_mtu());
+    let least = least(family, *overhead);
+    let own = family.least_mtu();
     let needs = format!("at least {least}, its own {own} and {overhead} for the tunnel");
     Err(format!("{field} {underlay} is too small for {family}: {needs}"))
 }
@@ -118,13 +121,13 @@ mod tests {
 
     #[test]
     fn an_address_that_is_needed_and_missing_is_an_error_with_the_interface() {
-        let uplink = ExternalInterface {
-            name: "eth7".parse().unwrap(),
-            mtu: 1500,
-            address: Dual { v4: Some(address("192.0.2.9")), v6: None },
-            public: Dual { v4: None, v6: Some(address("2001:db8::9")) },
-            reason: "the test says so".into(),
-        };
+        let uplink = ExternalInterface::new(
+            "eth7".parse().unwrap(),
+            1500,
+            Dual { v4: Some(address("192.0.2.9")), v6: None },
+        )
+        .with_public(Dual { v4: None, v6: Some(address("2001:db8::9")) })
+        .with_reason("the test says so");
         assert_eq!(uplink.needed(Family::V4), Ok(address("192.0.2.9")));
         let error = uplink.needed(Family::V6).unwrap_err();
         assert_eq!(error, "eth7 has no IPv6 address, which the network needs");

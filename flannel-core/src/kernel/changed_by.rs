@@ -1,4 +1,4 @@
-//! The author of a change.
+//! The authors of changes.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,21 +9,23 @@ use std::sync::Arc;
 pub struct ChangedBy {
     /// The port id of the netlink socket, not 0. It is usually the process id.
     pub port: u32,
-    /// The protocol of the route or nexthop that was put; `None` for other objects and deletions.
+    /// The protocol of the route or nexthop object that was put. `None` for other objects, and for
+    /// deletions.
     pub protocol: Option<u8>,
-    /// The process that owns the socket, by [`ProcessNames`]; `None` if it was not found.
+    /// The process that owns the socket, as [`ProcessNames`] found it, or `None` if it was not
+    /// found.
     pub process: Option<Arc<Process>>,
 }
 
-/// A process that owns a netlink socket. `Display` is `ip (process 4711)`, or `probably ip (process
-/// 4711)`.
+/// A process that owns a netlink socket. `Display` writes `ip (process 4711)`, or `probably ip
+/// (process 4711)` if the process is not certain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
-    /// The name of its program. The kernel shortens it to 15 bytes.
+    /// The name of the program. The kernel shortens it to 15 bytes.
     pub name: String,
-    /// Its id.
+    /// The process id.
     pub pid: u32,
-    /// Whether it surely owns the socket. Otherwise another process may own it.
+    /// Whether the process certainly owns the socket. If not, another process may own it.
     pub is_certain: bool,
 }
 
@@ -36,7 +38,7 @@ impl fmt::Display for Process {
 }
 
 impl ChangedBy {
-    /// An author with this port id only.
+    /// An author of which only the port id is known.
     pub const fn new(port: u32) -> Self {
         Self { port, protocol: None, process: None }
     }
@@ -56,7 +58,8 @@ impl fmt::Display for ChangedBy {
 /// Finds the processes that own netlink sockets.
 #[doc = include_str!("../../docs/process_names.md")]
 pub trait ProcessNames: fmt::Debug + Send + Sync {
-    /// The process that owns the netlink socket with this port id. `None` if no single process was
-    /// found, for example because it ended, or because lookups are rate-limited now. Blocks.
+    /// The process that owns the netlink socket with this port id. `None` if the process was not
+    /// found, for example because it has ended, because several processes own the socket, or
+    /// because lookups are rate-limited. Blocks.
     fn name(&self, port: u32) -> Option<Process>;
 }

@@ -2,31 +2,31 @@
 
 use std::{fmt, io};
 
-use libc::{EADDRNOTAVAIL, EBADMSG, EIO, ENODEV, ENOENT, ENXIO, EPERM, ESRCH, ETIMEDOUT};
+use libc::{EADDRNOTAVAIL, EBADMSG, EIO, ENODEV, ENOENT, ENXIO, EPERM, ESRCH};
 
-/// Why a kernel, or a [`RecordKeeper`](super::RecordKeeper), did not do what it was asked.
+/// Why a request to a kernel or to a [`RecordKeeper`](super::RecordKeeper) failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// A request was refused with an error number.
+    /// The request was refused with an error number.
     Errno {
         /// The error number, positive.
         errno: i32,
         /// The explanation of the kernel (netlink "extended ack") or of the implementation, if any.
         detail: Option<String>,
     },
-    /// The kernel did not answer, or an answer cannot be read. It is shown as `EBADMSG`.
+    /// The kernel did not answer, or its answer cannot be read. `Display` shows `EBADMSG`.
     Unreadable {
-        /// What is wrong with the answer, if more than that is known.
+        /// What is wrong with the answer, or `None` if that is not known.
         detail: Option<String>,
     },
-    /// A change has not ended in time ([`RecordKeeper::wait`](super::RecordKeeper::wait)). It is
-    /// shown as `ETIMEDOUT`.
-    TimedOut,
-    /// The network's [footprint](super::Footprint) does not own this object, so the route engine
-    /// did not put it. The text is the object.
+    /// A change was started, and has not ended within the time for which the caller waited
+    /// ([`Outcome::Started`](super::Outcome::Started)).
+    NotEnded,
+    /// The route engine did not put the object, because the network's
+    /// [footprint](super::Footprint) does not own it. The value is the object as text.
     NotOwned(String),
-    /// Another cause, which has no error number. The text says all.
+    /// Another cause without an error number. The value is the whole message.
     Other(String),
 }
 
@@ -46,7 +46,7 @@ impl KernelError {
         Self::Unreadable { detail: Some(detail.into()) }
     }
 
-    /// The same error about `what`, such as a table or a file: its explanation begins with that.
+    /// Puts `what`, such as the name of a table or a file, before the explanation of the error.
     #[must_use]
     pub fn about(self, what: impl fmt::Display) -> Self {
         let explained = |detail: Option<String>| match detail {
@@ -56,19 +56,18 @@ impl KernelError {
         match self {
             Self::Errno { errno, detail } => Self::explained(errno, explained(detail)),
             Self::Unreadable { detail } => Self::unreadable(explained(detail)),
-            Self::TimedOut | Self::NotOwned(_) | Self::Other(_) => {
+            Self::NotEnded | Self::NotOwned(_) | Self::Other(_) => {
                 Self::Other(explained(Some(self.to_string())))
             }
         }
     }
 
-    /// The error number, positive, or `None` if the cause has none.
+    /// The error number, which is positive, or `None` for a cause without an error number.
     pub const fn errno(&self) -> Option<i32> {
         match self {
             Self::Errno { errno, .. } => Some(*errno),
             Self::Unreadable { .. } => Some(EBADMSG),
-            Self::TimedOut => Some(ETIMEDOUT),
-            Self::NotOwned(_) | Self::Other(_) => None,
+            Self::NotEnded | Self::NotOwned(_) | Self::Other(_) => None,
         }
     }
 
@@ -77,7 +76,7 @@ impl KernelError {
     pub fn detail(&self) -> Option<&str> {
         match self {
             Self::Errno { detail, .. } | Self::Unreadable { detail } => detail.as_deref(),
-            Self::TimedOut | Self::NotOwned(_) | Self::Other(_) => None,
+            Self::NotEnded | Self::NotOwned(_) | Self::Other(_) => None,
         }
     }
 
@@ -113,10 +112,10 @@ impl fmt::Display for KernelError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotOwned(object) => write!(f, "the network's footprint does not own {object}"),
+            Self::NotEnded => f.write_str("the change has not ended yet"),
             Self::Other(text) => f.write_str(text),
             Self::Errno { errno, .. } => self.fmt_errno(*errno, f),
             Self::Unreadable { .. } => self.fmt_errno(EBADMSG, f),
-            Self::TimedOut => self.fmt_errno(ETIMEDOUT, f),
         }
     }
 }
@@ -142,7 +141,7 @@ mod tests {
         for (error, text, errno) in [
             (KernelError::new(17), "File exists (os error 17)", Some(17)),
             (KernelError::explained(17, "eth0"), "eth0: File exists (os error 17)", Some(17)),
-            (KernelError::TimedOut, "Connection timed out (os error 110)", Some(110)),
+            (KernelError::NotEnded, "the change has not ended yet", None),
             (KernelError::unreadable("cut"), "cut: Bad message (os error 74)", Some(74)),
             (KernelError::Other("exit status 1".into()), "exit status 1", None),
             (io::Error::other("x").into(), "x: Input/output error (os error 5)", Some(5)),
@@ -157,7 +156,7 @@ mod tests {
         let about = |error: KernelError| error.about("eth0").to_string();
         assert_eq!(about(KernelError::explained(17, "x")), "eth0: x: File exists (os error 17)");
         assert_eq!(about(KernelError::new(17)), "eth0: File exists (os error 17)");
-        assert_eq!(about(KernelError::TimedOut), "eth0: Connection timed out (os error 110)");
+        assert_eq!(about(KernelError::NotEnded), "eth0: the change has not ended yet");
         assert_eq!(about(KernelError::Other("x".into())), "eth0: x");
     }
 }

@@ -6,16 +6,16 @@ use super::{GO_ROUTE_PROTOCOL, KernelError, Outcome};
 use crate::address::{Dual, Subnet};
 use crate::object::{LinkName, Route, Via};
 
-/// Describes the routes that Go flannel leaves on a host: those of host-gw, and of vxlan with
-/// `DirectRouting`.
+/// Describes the routes that Go flannel leaves on a host with the backend host-gw, or with vxlan
+/// and `DirectRouting`.
 ///
-/// They have [its protocol](GO_ROUTE_PROTOCOL), which routes of scripts have too. So a route counts
-/// only if it is in the main table with the default metric and no TOS, leads to a gateway on one of
-/// these devices, and has no attribute that [`Route`] does not express. Its destination must be
-/// inside the pod networks, and must have the prefix length of a lease.
+/// These routes have [its protocol](GO_ROUTE_PROTOCOL), which routes of scripts have too. So a
+/// route is only one of them if it is in the main table with the default metric and no TOS, leads
+/// to a gateway on one of `links`, and has no attribute that [`Route`] does not express. Its
+/// destination must be inside `networks`, and must have the prefix length of a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GoRoutes {
-    /// The devices that they leave by.
+    /// The devices of the gateways.
     pub links: BTreeSet<LinkName>,
     /// The pod networks.
     pub networks: Vec<Subnet>,
@@ -24,7 +24,7 @@ pub struct GoRoutes {
 }
 
 impl GoRoutes {
-    /// Whether a route that was read from the kernel, with this protocol, is one of them.
+    /// Whether a route that was read from the kernel, with this protocol, was left by Go flannel.
     pub fn include(&self, route: &Route, protocol: u8) -> bool {
         let by_gateway =
             matches!(route.via, Via::Gateway { link, .. } if self.links.contains(&link));
@@ -35,7 +35,8 @@ impl GoRoutes {
 }
 
 /// A kernel where Go flannel may have left routes. `flannel_route::remove_go_routes` removes them.
-/// The methods block, as those of [`Kernel`](super::Kernel).
+/// All methods block.
+#[doc = include_str!("../../docs/go_routes.md")]
 pub trait GoRouteKernel: Send + Sync {
     /// The routes that Go flannel left.
     ///
@@ -43,8 +44,8 @@ pub trait GoRouteKernel: Send + Sync {
     /// The kernel could not be read.
     fn go_routes(&self, which: &GoRoutes) -> Result<Vec<Route>, KernelError>;
 
-    /// Deletes routes that [`Self::go_routes`] returned. A route of another protocol that has taken
-    /// the place of one of them stays. Returns one outcome for each route, in the same order. It is
-    /// a success if the route does not exist.
+    /// Deletes routes that [`Self::go_routes`] returned. A route of another protocol that has
+    /// replaced such a route stays. Returns one outcome for each route, in the same order. If a
+    /// route does not exist, its outcome is [`Outcome::Done`].
     fn delete_go_routes(&self, routes: &[Route]) -> Vec<Outcome>;
 }

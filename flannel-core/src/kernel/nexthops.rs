@@ -4,32 +4,37 @@ use crate::address::Family;
 use crate::kernel::{Footprint, Kernel, KernelError};
 use crate::text::fnv1a;
 
-/// The block of ids for the nexthop objects of one network. Ids are unique in a network namespace.
+/// A block of ids for the nexthop objects of one network. Ids are unique in a network namespace, so
+/// each network uses a block of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NexthopBlock {
     first: u32,
 }
 
-/// The nexthop ids in a network namespace. An id of our protocol that no route of our protocol uses
-/// is left out, because its owner is not certain.
+/// The ids of the nexthop objects in a network namespace.
+///
+/// An id with [our protocol](super::ROUTE_PROTOCOL) that no route of our protocol uses is in
+/// neither list, because it is not certain which network owns it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NexthopIds {
-    /// The kernel has nexthop objects, and they are not disabled.
+    /// Whether the kernel supports nexthop objects, and the operator has not disabled them.
     pub usable: bool,
-    /// The ids of an earlier run: of our protocol, and used by routes of our protocol that are all
-    /// inside the network's pod networks.
+    /// The ids that an earlier run of this network left. They have our protocol, and all routes of
+    /// our protocol that use them are inside the pod networks of this network.
     pub ours: Vec<u32>,
-    /// Foreign ids: of another protocol, or used by a route of our protocol elsewhere.
+    /// Foreign ids. They have another protocol, or a route of our protocol outside the pod networks
+    /// of this network uses them.
     pub foreign: Vec<u32>,
 }
 
 impl NexthopBlock {
     /// The number of ids in a block.
     pub const SIZE: u32 = 1 << 17;
-    /// The first block begins here, and the last one ends at 2^31. The kernel counts from 1.
+    /// The first block begins here, and the last block ends at 2^31. If a program does not choose
+    /// an id, the kernel counts from 1.
     const LOWEST: u32 = 1 << 30;
     const BLOCKS: u32 = Self::LOWEST / Self::SIZE;
-    /// The number of candidates.
+    /// The number of blocks from which a network chooses.
     const TRIES: u32 = 8;
 
     /// The first id.
@@ -42,12 +47,15 @@ impl NexthopBlock {
         id >= self.first && id - self.first < Self::SIZE
     }
 
-    /// Chooses a block for a network from a few candidates: the first one that has more ids of an
-    /// earlier run than foreign ids, else the first one without foreign ids. `None`: there is
-    /// neither, or the network has no IPv4 (IPv6 routes need no nexthop objects).
+    /// Chooses a block for a network from a few candidates, and returns it with the ids in the
+    /// kernel.
+    ///
+    /// This is the first candidate that has more ids of an earlier run than foreign ids, or else
+    /// the first candidate without foreign ids. It is `None` if neither exists, or if the network
+    /// has no IPv4 pod network, because only IPv4 routes need nexthop objects.
     ///
     /// # Errors
-    /// The kernel could not be read.
+    /// The kernel cannot be read.
     pub fn choose(
         kernel: &dyn Kernel,
         footprint: &Footprint,
@@ -56,22 +64,28 @@ impl NexthopBlock {
         if !footprint.networks.iter().any(|network| network.family() == Family::V4) {
             return Ok((None, there));
         }
-        let held = |block: &Self, ids: &[u32]| ids.iter().filter(|id| block.contains(**id)).count();
-        let left = |block: &Self| held(block, &there.ours) > held(block, &there.foreign);
-        let free = |block: &Self| held(block, &there.foreign) == 0;
-        let chosen = Self::candidates(footprint)
-            .find(left)
-            .or_else(|| Self::candidates(footprint).find(free));
+        let left_by_earlier_run = Self::candidates(footprint)
+            .find(|block| block.count(&there.ours) > block.count(&there.foreign));
+        let chosen = left_by_earlier_run
+            .or_else(|| Self::candidates(footprint).find(|block| block.count(&there.foreign) == 0));
         Ok((chosen, there))
     }
 
-    /// Depends on the IPv4 pod network only, because the backend and the interface may change.
+    /// The number of these ids that are in the block.
+    fn count(self, ids: &[u32]) -> usize {
+        ids.iter().filter(|id| self.contains(**id)).count()
+    }
+
+    /// The candidates depend on the IPv4 pod network only, because the backend and the interface
+    /// may change.
     fn candidates(footprint: &Footprint) -> impl Iterator<Item = Self> {
         let networks = footprint.networks.iter().filter(|network| network.family() == Family::V4);
         let text: String = networks.map(|network| format!("{network}\n")).collect();
         let hash = fnv1a(text.as_bytes());
-        let block = move |n: u32| hash.wrapping_add(n.into()) as u32 % Self::BLOCKS;
-        (0..Self::TRIES).map(move |n| Self { first: Self::LOWEST + block(n) * Self::SIZE })
+        (0..Self::TRIES).map(move |n| {
+            let block = hash.wrapping_add(n.into()) as u32 % Self::BLOCKS;
+            Self { first: Self::LOWEST + block * Self::SIZE }
+        })
     }
 }
 

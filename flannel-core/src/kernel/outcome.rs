@@ -1,18 +1,19 @@
-//! What became of a change.
+//! Results of changes.
 
 use super::KernelError;
 
-/// What became of one change of [`Kernel::apply`](super::Kernel::apply) or
+/// The result of one change of [`Kernel::apply`](super::Kernel::apply) or
 /// [`RecordKeeper::apply`](super::RecordKeeper::apply).
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use = "a change may have failed"]
 pub enum Outcome {
-    /// The change was made, or there was nothing to change.
+    /// The change was made, or the object was already as the change wants it.
     Done,
-    /// The change was only started: by a record keeper, or the put of a device that another program
-    /// makes. Its end is an event.
+    /// The change was started and has not ended: a record keeper takes long, or another program
+    /// makes the device that was put. The end of the change is reported as an event
+    /// ([`Changes`](super::Changes)).
     Started,
-    /// The change was refused.
+    /// The change was not made.
     Failed(KernelError),
 }
 
@@ -22,14 +23,14 @@ impl Outcome {
         matches!(self, Self::Done)
     }
 
-    /// The outcome for a caller that does not wait for the end of a change.
+    /// The outcome as a result, for a caller that does not wait for the end of a started change.
     ///
     /// # Errors
-    /// The change was refused, or was only started.
+    /// The change failed, or has not ended ([`KernelError::NotEnded`]).
     pub fn into_result(self) -> Result<(), KernelError> {
         match self {
             Self::Done => Ok(()),
-            Self::Started => Err(KernelError::Other("the change was only started".into())),
+            Self::Started => Err(KernelError::NotEnded),
             Self::Failed(error) => Err(error),
         }
     }

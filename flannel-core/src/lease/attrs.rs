@@ -13,21 +13,33 @@ use crate::json::{FieldError, Fields, compact};
 /// The field of a lease with its further offers.
 const OTHERS: &str = "OtherOffers";
 
-/// One way to reach a node: a backend, with the addresses and data that its peers need.
+/// One way to reach a node: a backend type, with the addresses and the data that peers need.
+///
+/// ```
+/// use flannel_core::address::Dual;
+/// use flannel_core::lease::{LeaseAttrs, Offer};
+/// use std::net::{IpAddr, Ipv4Addr};
+///
+/// let public = Dual { v4: Some(IpAddr::V4(Ipv4Addr::new(192, 0, 2, 7))), v6: None };
+/// let attrs = LeaseAttrs::from(Offer::new(public).with_kind("host-gw"));
+/// let json = r#"{"PublicIP":"192.0.2.7","PublicIPv6":null,"BackendType":"host-gw"}"#;
+/// assert_eq!(attrs.to_json(), json);
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Offer {
-    /// The backend type, as [`Backend::lease_type`](crate::Backend::lease_type): `vxlan`, …; empty
-    /// for `udp` and `alloc`.
+    /// The backend type, as [`Backend::lease_type`](crate::Backend::lease_type) returns it, such
+    /// as `vxlan`. It is empty for `udp` and `alloc`.
     pub kind: Cow<'static, str>,
-    /// The addresses to which peers send packets. `None`: the node publishes none of this family.
-    /// The store then has `0.0.0.0` for IPv4, and `null` for IPv6.
+    /// The addresses to which peers send packets. `None` if the node does not publish an address
+    /// of this family. The store then has `0.0.0.0` for IPv4, and `null` for IPv6.
     pub public: Dual<IpAddr>,
-    /// The backend's data, as [compact] JSON text; `None`: the backend has none for this family.
-    /// Text that is not JSON is published as a JSON string.
+    /// The backend's data as [compact] JSON text, or `None` if the backend does not publish data
+    /// for this family. Text that is not JSON is published as a JSON string.
     pub data: Dual<Box<str>>,
 }
 
-/// The part of a lease and an offer that belongs to one family.
+/// The values of a lease and of one of its offers for one address family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Endpoint<'a> {
     /// The pod addresses.
@@ -39,7 +51,30 @@ pub struct Endpoint<'a> {
 }
 
 impl Offer {
-    /// One endpoint per family of `subnets`, IPv4 first.
+    /// An offer with these public addresses. Its backend type is empty, and it has no data.
+    pub fn new(public: Dual<IpAddr>) -> Self {
+        Self { public, ..Self::default() }
+    }
+
+    /// Sets [`Offer::kind`].
+    #[must_use]
+    pub fn with_kind(self, kind: impl Into<Cow<'static, str>>) -> Self {
+        Self { kind: kind.into(), ..self }
+    }
+
+    /// Sets [`Offer::public`].
+    #[must_use]
+    pub fn with_public(self, public: Dual<IpAddr>) -> Self {
+        Self { public, ..self }
+    }
+
+    /// Sets [`Offer::data`].
+    #[must_use]
+    pub fn with_data(self, data: Dual<Box<str>>) -> Self {
+        Self { data, ..self }
+    }
+
+    /// One endpoint for each family of `subnets`, IPv4 first.
     pub fn endpoints<'a>(&'a self, subnets: &'a Subnets) -> impl Iterator<Item = Endpoint<'a>> {
         subnets.iter().map(|subnet| Endpoint {
             subnet,
@@ -48,7 +83,7 @@ impl Offer {
         })
     }
 
-    /// Offers as the JSON text of `OtherOffers` in the store.
+    /// Writes offers as the JSON text of the field `OtherOffers` in the store.
     pub fn list_to_json(offers: &[Self]) -> String {
         let wire: Vec<_> = offers.iter().map(Self::wire).collect();
         compact(&serde_json::to_string(&wire).expect("strings and addresses serialize"))
@@ -57,7 +92,7 @@ impl Offer {
     /// Reads the text of [`Offer::list_to_json`].
     ///
     /// # Errors
-    /// It is no list of JSON objects, or a field is invalid.
+    /// The text is not a list of JSON objects, or a field is invalid.
     pub fn list_from_json(text: &str) -> Result<Box<[Self]>, FieldError> {
         Self::list(&Fields::parse(&format!("{{\"{OTHERS}\":{text}}}"), "")?)
     }
@@ -67,19 +102,14 @@ impl Offer {
         raw.iter().map(|raw| Self::from_fields(&Fields::parse(raw.get(), OTHERS)?)).collect()
     }
 
-    /// The fields of this offer in the store.
+    /// The fields of this offer, as the store has them.
     fn wire(&self) -> Wire<'_> {
-        // Data that is not JSON is still published, as a string.
-        let raw = |data: &str| {
-            let text = || RawValue::from_string(serde_json::Value::from(data).to_string()).ok();
-            RawValue::from_string(compact(data)).ok().or_else(text)
-        };
         Wire {
             public_ip: self.public.v4.unwrap_or(Family::V4.unspecified()),
             public_ipv6: self.public.v6,
             backend_type: &self.kind,
-            backend_data: self.data.v4.as_deref().and_then(raw),
-            backend_v6_data: self.data.v6.as_deref().and_then(raw),
+            backend_data: self.data.v4.as_deref().and_then(raw_data),
+            backend_v6_data: self.data.v6.as_deref().and_then(raw_data),
             other_offers: Vec::new(),
         }
     }
@@ -109,21 +139,21 @@ impl Offer {
 
 /// The attributes of a lease: how peers reach its node.
 ///
-/// A node publishes one offer, or two while the cluster moves from one backend to another. Of a
-/// lease with more offers, every node uses the same [`MOST_OFFERS`]; see
+/// A node publishes one offer, or two while the cluster moves from one backend to another. If a
+/// lease has more offers, every node uses the same [`MOST_OFFERS`] of them; see
 /// [`offers`](Self::offers).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LeaseAttrs {
     /// The offer that Go flannel reads.
     pub preferred: Offer,
-    /// Further offers, in the order of preference. Go flannel ignores them. They may contain more
+    /// Further offers, in the order of preference. Go flannel ignores them. There may be more
     /// offers than a node uses, so that a lease that is read and written again loses nothing.
     pub others: Box<[Offer]>,
 }
 
-/// The largest value of a lease in a store that nodes read, in bytes: the text of a key, of a file,
-/// or of all annotations of a node that make its lease. The value of a node with two backends and
-/// both families has less than 1 KiB.
+/// The size of the largest lease value that nodes read from a store, in bytes. The value is the
+/// text of a key or of a file, or of all annotations that make the lease of a Kubernetes node. The
+/// value of a node with two backends and both families has less than 1 KiB.
 pub const LARGEST_VALUE: usize = 16 << 10;
 
 /// The value of a lease is larger than [`LARGEST_VALUE`]. No node uses such a lease.
@@ -147,14 +177,14 @@ impl TooLarge {
 /// The largest number of offers of one lease that nodes use.
 pub const MOST_OFFERS: usize = 4;
 
-/// Offers of a lease that no node uses.
+/// A lease has offers that no node uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{unused} of its {all} offers are not used: expected at most {MOST_OFFERS} offers, one for \
      each backend type"
 )]
 pub struct UnusedOffers {
-    /// The number of these offers.
+    /// The number of offers that no node uses.
     pub unused: usize,
     /// The number of all offers of the lease.
     pub all: usize,
@@ -164,6 +194,14 @@ pub struct UnusedOffers {
 impl From<Offer> for LeaseAttrs {
     fn from(preferred: Offer) -> Self {
         Self { preferred, others: Box::default() }
+    }
+}
+
+/// The data of an offer as JSON. Data that is not JSON is still published, as a string.
+fn raw_data(data: &str) -> Option<Box<RawValue>> {
+    match RawValue::from_string(compact(data)) {
+        Ok(raw) => Some(raw),
+        Err(_) => RawValue::from_string(serde_json::Value::from(data).to_string()).ok(),
     }
 }
 
@@ -198,27 +236,28 @@ impl LeaseAttrs {
     /// Reads the value in the store. `PublicIP` may be a v4-mapped IPv6 address.
     ///
     /// # Errors
-    /// The text is no JSON object, or a field is invalid; `PublicIP` must not be `null`, as in Go.
+    /// The text is not a JSON object, or a field is invalid. As in Go, `PublicIP` must not be
+    /// `null`.
     pub fn from_json(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         Ok(Self { preferred: Offer::from_fields(&fields)?, others: Offer::list(&fields)? })
     }
 
     /// The offers that nodes use, in the order of preference: the first of each backend type, at
-    /// most [`MOST_OFFERS`]. Each offer claims kernel objects on all nodes, so without a limit one
-    /// lease could claim those of all other leases.
+    /// most [`MOST_OFFERS`]. Each offer claims kernel objects on all nodes. Without a limit, one
+    /// lease could claim the objects of all other leases.
     pub fn offers(&self) -> impl Iterator<Item = &Offer> {
         let all = std::iter::once(&self.preferred).chain(&self.others);
         let mut kinds: [Option<&str>; MOST_OFFERS] = [None; MOST_OFFERS];
         all.filter_map(move |offer| {
-            // The place of its type, or the next free one.
-            let is_place = |kind: &&mut Option<&str>| kind.is_none_or(|kind| kind == offer.kind);
-            let place = kinds.iter_mut().find(is_place)?;
+            // The place of its type, or the first free place.
+            let place = kinds.iter_mut().find(|kind| kind.is_none_or(|kind| kind == offer.kind))?;
             place.replace(&offer.kind).is_none().then_some(offer)
         })
     }
 
-    /// The offers that no node uses, as a problem to report; `None` if all offers are used.
+    /// The number of offers that no node uses, as a problem to report. `None` if all offers are
+    /// used.
     pub fn unused_offers(&self) -> Option<UnusedOffers> {
         let all = self.others.len() + 1;
         let unused = all - self.offers().count();
@@ -294,10 +333,10 @@ mod tests {
     #[test]
     fn the_first_offer_of_each_type_is_used_and_at_most_four_in_all() {
         let used = |kinds: &[&'static str]| {
-            let offer = |(n, kind): (usize, &&'static str)| Offer {
-                kind: (*kind).into(),
-                data: Dual { v4: Some(n.to_string().into()), v6: None },
-                ..Offer::default()
+            let offer = |(n, kind): (usize, &&'static str)| {
+                Offer::default()
+                    .with_kind(*kind)
+                    .with_data(Dual { v4: Some(n.to_string().into()), v6: None })
             };
             let mut offers = kinds.iter().enumerate().map(offer);
             let preferred = offers.next().unwrap();

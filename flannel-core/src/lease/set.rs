@@ -8,7 +8,7 @@ use std::time::SystemTime;
 
 use super::{Lease, Revision, Subnets};
 
-/// A set of leases, one per [`Subnets`] and in their order. A clone is O(1).
+/// A set of leases, with at most one lease for each [`Subnets`], in their order. A clone is O(1).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LeaseSet(imbl::OrdMap<BySubnets, Arc<Lease>>);
 
@@ -49,18 +49,18 @@ impl Ord for BySubnets {
 }
 
 impl LeaseSet {
-    /// Inserts `lease`. Replaces the one with the same subnets.
+    /// Inserts `lease`. It replaces a lease with equal subnets.
     pub fn insert(&mut self, lease: impl Into<Arc<Lease>>) {
         let lease = lease.into();
         self.0.insert(BySubnets(Arc::clone(&lease)), lease);
     }
 
-    /// Removes the lease with these subnets and returns it; `None` if there is none.
+    /// Removes the lease with exactly these subnets and returns it, or `None` if it is absent.
     pub fn remove(&mut self, subnets: &Subnets) -> Option<Arc<Lease>> {
         self.0.remove(subnets)
     }
 
-    /// The lease with exactly these subnets; `None` if there is none.
+    /// The lease with exactly these subnets, or `None` if it is absent.
     pub fn get(&self, subnets: &Subnets) -> Option<&Arc<Lease>> {
         self.0.get(subnets)
     }
@@ -70,7 +70,7 @@ impl LeaseSet {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Whether the set has no leases.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -80,8 +80,9 @@ impl LeaseSet {
         self.0.values()
     }
 
-    /// The differences from `older`: the subnets and the present lease, or `None` if it was
-    /// deleted. O(changes) if one set was made from a clone of the other.
+    /// The differences from `older`: the subnets of each changed lease with the present lease, or
+    /// with `None` if the lease was deleted. O(changes) if one set was made from a clone of the
+    /// other.
     pub fn changes_since<'a>(
         &'a self,
         older: &'a Self,
@@ -103,19 +104,21 @@ impl<L: Into<Arc<Lease>>> FromIterator<L> for LeaseSet {
     }
 }
 
-/// The source of a lease set. Leases that it lacks are gone only if it is [`Origin::Live`].
+/// The source of a lease set. Only if it is [`Origin::Live`], a lease that is not in the set is
+/// gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Origin {
     /// The cache of an earlier run. Without a cache, the set is empty until the store answers. A
-    /// network may create and replace kernel objects because of such a set, but delete none.
+    /// network may create and replace kernel objects because of such a set, but must not delete
+    /// objects.
     Cached {
-        /// The time at which the cache was written; `None` without a cache.
+        /// The time at which the cache was written, or `None` without a cache.
         written: Option<SystemTime>,
     },
-    /// The store, which returned all leases.
+    /// The store. The set has all leases of the store.
     Live {
-        /// The store's revision at that time.
+        /// The revision of the store that the set shows.
         revision: Revision,
     },
 }
@@ -123,14 +126,14 @@ pub enum Origin {
 /// A lease set with its source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct View {
-    /// All leases, also that of this node.
+    /// All leases, also the lease of this node.
     pub leases: LeaseSet,
-    /// Their source.
+    /// The source of the leases.
     pub origin: Origin,
 }
 
 impl View {
-    /// The view before the store answers, without a cache.
+    /// The empty view of a node without a cache, before the store answers.
     pub fn unknown() -> Self {
         Self { leases: LeaseSet::default(), origin: Origin::Cached { written: None } }
     }
@@ -161,7 +164,8 @@ mod tests {
         ) {
             let key = |n: u8| format!("10.0.{n}.0-24");
             let old: LeaseSet = before.iter().map(|(n, since)| lease(&key(*n), *since)).collect();
-            let (mut new, mut model) = (old.clone(), before.clone());
+            let mut new = old.clone();
+            let mut model = before.clone();
             for (n, to) in steps {
                 match to {
                     Some(since) => { new.insert(lease(&key(n), since)); model.insert(n, since); }

@@ -12,16 +12,18 @@ use crate::address::{Dual, Family, ParseError, Subnet, parse_len};
 /// are 1 to 31 and 1 to 127.
 ///
 /// **Source**: flannel `pkg/subnet/subnet.go: MakeSubnetKey, ParseSubnetKey`. Stricter than Go:
-/// no text may precede the key, host bits must be zero, and `0.0.0.0-0` alone is no lease.
+/// no text may precede the key, host bits must be zero, and `0.0.0.0-0` alone is not a lease.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Subnets(Dual<Subnet>);
 
 impl Subnets {
-    /// The identity of these subnets; `None` if there are none, or a length is out of range.
+    /// The identity of a lease with these subnets. `None` if the list is empty, or if a prefix
+    /// length is out of range. A later subnet of one family replaces an earlier one.
     pub fn new(subnets: impl IntoIterator<Item = Subnet>) -> Option<Self> {
         let subnets: Dual<Subnet> = subnets.into_iter().collect();
-        let fits = |s: &Subnet| s.len() > 0 && s.len() < s.family().bits();
-        (!subnets.is_empty() && subnets.values().all(fits)).then_some(Self(subnets))
+        let fit =
+            subnets.values().all(|subnet| (1..subnet.family().bits()).contains(&subnet.len()));
+        (fit && !subnets.is_empty()).then_some(Self(subnets))
     }
 
     /// The subnets, IPv4 first.
@@ -29,12 +31,12 @@ impl Subnets {
         self.0.values().copied()
     }
 
-    /// The subnet of one family; `None` if the lease has none.
+    /// The subnet of one family, or `None` if the lease has no subnet of this family.
     pub fn family(&self, family: Family) -> Option<Subnet> {
         self.0[family]
     }
 
-    /// Whether a subnet shares an address with one of `other`.
+    /// Whether any subnet shares an address with a subnet of `other`.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.iter().any(|a| other.iter().any(|b| a.overlaps(&b)))
     }

@@ -12,7 +12,7 @@ pub struct Addr {
     pub link: LinkName,
     /// The address.
     pub address: IpAddr,
-    /// The prefix length in bits.
+    /// The prefix length, in bits.
     pub len: u8,
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::Object;
 
-/// A change of one object: see [`Kernel::apply`](crate::Kernel::apply).
+/// A change of one object. [`Kernel::apply`](crate::Kernel::apply) has the details.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// Creates the object, or changes it in place.
@@ -14,7 +14,7 @@ pub enum Change {
 }
 
 impl Change {
-    /// The object.
+    /// The object that is put or deleted.
     pub fn object(&self) -> &Object {
         match self {
             Self::Put(object) | Self::Delete(object) => object,

@@ -5,14 +5,14 @@ use std::net::IpAddr;
 
 use super::{LinkName, MacAddr};
 
-/// A permanent forwarding entry: frames for `mac` go to the VTEP at `dst`.
+/// A permanent forwarding entry of a vxlan device: frames for `mac` go to the VTEP at `dst`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fdb {
     /// The vxlan device.
     pub link: LinkName,
-    /// The inner destination.
+    /// The destination of the inner frame: the MAC address of the VTEP.
     pub mac: MacAddr,
-    /// The outer destination.
+    /// The destination of the outer packet: the public address of the VTEP.
     pub dst: IpAddr,
 }
 

@@ -20,13 +20,13 @@ use super::{LinkName, MacAddr};
 /// A network device.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Link {
-    /// Its name.
+    /// The name of the device.
     pub name: LinkName,
-    /// Its MTU in bytes.
+    /// The MTU of the device, in bytes.
     pub mtu: u32,
-    /// Whether it is administratively up.
+    /// Whether the device is administratively up.
     pub up: bool,
-    /// Its kind, with the attributes of this kind.
+    /// The kind of the device, with the attributes of this kind.
     pub kind: LinkKind,
 }
 
@@ -40,7 +40,8 @@ impl fmt::Display for Link {
     }
 }
 
-/// The kind of a device, with its attributes. They are boxed, because most objects are no devices.
+/// The kind of a device, with its attributes. Large attributes are boxed, because most objects are
+/// not devices.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LinkKind {
@@ -48,26 +49,27 @@ pub enum LinkKind {
     Fou(Box<Fou>),
     /// An ipip device without a remote address.
     Ipip(Ipip),
-    /// A tun device, which another program makes.
+    /// A tun device, which another program creates.
     Tun(Tun),
-    /// A vxlan device without multicast group.
+    /// A vxlan device without a multicast group.
     Vxlan(Box<Vxlan>),
     /// A WireGuard device.
     Wireguard(Box<Wireguard>),
 }
 
-/// The attributes of a kind of device. `Display`: the arguments after `ip link add type KIND`.
+/// The attributes of a kind of device. `Display` writes them as the arguments of `ip link add type
+/// KIND`.
 #[doc = include_str!("../../docs/link_attributes.md")]
 pub trait LinkAttributes: fmt::Display {
     /// The kernel's name of the kind (`IFLA_INFO_KIND`).
     fn kind(&self) -> &'static str;
 
-    /// The MAC address; `None` for kinds without one.
+    /// The MAC address. `None`, the default, for a kind without MAC addresses.
     fn mac(&self) -> Option<MacAddr> {
         None
     }
 
-    /// The device that outer packets leave by; `None`: the routing table decides.
+    /// The device by which outer packets leave. `None`, the default, if the routing table decides.
     fn lower(&self) -> Option<LinkName> {
         None
     }
@@ -78,7 +80,7 @@ pub trait LinkAttributes: fmt::Display {
 }
 
 impl LinkKind {
-    /// The attributes that kinds have in common.
+    /// The attributes of the kind, as a trait object.
     pub fn attributes(&self) -> &dyn LinkAttributes {
         match self {
             Self::Fou(fou) => &**fou,

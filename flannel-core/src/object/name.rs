@@ -11,7 +11,7 @@ use crate::address::ParseError;
 pub struct MacAddr(pub [u8; 6]);
 
 impl MacAddr {
-    /// A locally administered unicast address, made of any 6 bytes.
+    /// Turns any 6 bytes into a locally administered unicast address.
     ///
     /// **Source**: flannel `pkg/mac/mac.go: NewHardwareAddr`.
     pub const fn local(bytes: [u8; 6]) -> Self {
@@ -20,12 +20,12 @@ impl MacAddr {
         Self([first & 0b1111_1100 | 0b10, b, c, d, e, g])
     }
 
-    /// The address that names an IP address: locally administered, unicast, and the same in every
-    /// version. A VTEP at `address` that has it can prove with its lease alone that the MAC address
-    /// is its own; see [`Fdb::is_named`](super::Fdb::is_named).
+    /// The MAC address that is derived from an IP address. It is locally administered and unicast,
+    /// and equal in every version. If the VTEP at `address` has it, peers know from its lease that
+    /// no other VTEP can have this MAC address; see [`Fdb::is_derived`](super::Fdb::is_derived).
     ///
-    /// For IPv4 it is `0a:58` and the address, so no two addresses have one name. For IPv6 it is
-    /// `06` and 40 bits of the SipHash-2-4 of the address.
+    /// For IPv4 it is `0a:58` followed by the address, so it is unique. For IPv6 it is `06`
+    /// followed by 40 bits of the SipHash-2-4 of the address.
     pub fn derived_from(address: IpAddr) -> Self {
         match address {
             IpAddr::V4(v4) => {
@@ -39,13 +39,27 @@ impl MacAddr {
         }
     }
 
-    /// Whether it can be the address of a device: not multicast, and not all zero.
+    fn parse(text: &str) -> Option<Self> {
+        let mut bytes = [0; 6];
+        let mut parts = text.split(':');
+        for byte in &mut bytes {
+            let part = parts.next()?;
+            // `from_str_radix` would accept a sign.
+            if part.len() != 2 || !part.bytes().all(|b| b.is_ascii_hexdigit()) {
+                return None;
+            }
+            *byte = u8::from_str_radix(part, 16).ok()?;
+        }
+        parts.next().is_none().then_some(Self(bytes))
+    }
+
+    /// Whether it can be the address of a device: it is not multicast, and not zero.
     pub fn is_unicast(&self) -> bool {
         self.0[0] & 1 == 0 && self.0 != [0; 6]
     }
 }
 
-/// SipHash-2-4 with a fixed key. It must be the same in every version, on every node.
+/// SipHash-2-4 with a fixed key. The hash must be equal in every version, on every node.
 ///
 /// **Source**: Aumasson and Bernstein, *SipHash: a fast short-input PRF*, section 2.
 fn siphash(input: [u8; 16]) -> u64 {
@@ -94,20 +108,12 @@ fn sip_rounds(state: &mut [u64; 4], rounds: u32) {
 impl FromStr for MacAddr {
     type Err = ParseError;
     fn from_str(text: &str) -> Result<Self, ParseError> {
-        let is_hex = |part: &&str| part.len() == 2 && part.bytes().all(|b| b.is_ascii_hexdigit());
-        let parse = || {
-            let mut bytes = [0; 6];
-            let mut parts = text.split(':');
-            for byte in &mut bytes {
-                *byte = u8::from_str_radix(parts.next().filter(is_hex)?, 16).ok()?;
-            }
-            parts.next().is_none().then_some(Self(bytes))
-        };
-        parse().ok_or_else(|| ParseError::new(text, "a MAC address such as 0a:1b:2c:3d:4e:5f"))
+        Self::parse(text)
+            .ok_or_else(|| ParseError::new(text, "a MAC address such as 0a:1b:2c:3d:4e:5f"))
     }
 }
 
-/// Lower case with colons, as in leases.
+/// Lower case with colons, as in the data of leases.
 impl fmt::Display for MacAddr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, e, g] = self.0;
@@ -126,7 +132,8 @@ impl fmt::Debug for MacAddr {
 /// **Source**: linux `net/core/dev.c: dev_valid_name`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LinkName {
-    // Padded with zeros: no name contains one, so the derived order is that of the text.
+    // Padded with zeros. A name does not contain a zero, so the derived order is the order of
+    // texts.
     bytes: [u8; 15],
 }
 
@@ -141,8 +148,9 @@ impl LinkName {
 impl FromStr for LinkName {
     type Err = ParseError;
     fn from_str(text: &str) -> Result<Self, ParseError> {
-        let bad = |c: char| c == '/' || c == ':' || c == '\0' || c.is_ascii_whitespace();
-        if text.is_empty() || text.len() > 15 || text == "." || text == ".." || text.contains(bad) {
+        let has_bad_character =
+            text.contains(|c: char| matches!(c, '/' | ':' | '\0') || c.is_ascii_whitespace());
+        if !(1..=15).contains(&text.len()) || text == "." || text == ".." || has_bad_character {
             return Err(ParseError::new(
                 text,
                 "an interface name (1 to 15 bytes, no '/', ':' or space)",

@@ -5,14 +5,14 @@ use std::net::IpAddr;
 
 use super::{LinkName, MacAddr};
 
-/// A permanent neighbour entry: `address` is at `mac`.
+/// A permanent neighbour entry: `address` has the MAC address `mac`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Neigh {
     /// The device.
     pub link: LinkName,
-    /// The neighbour.
+    /// The IP address of the neighbour.
     pub address: IpAddr,
-    /// Its MAC address.
+    /// The MAC address of the neighbour.
     pub mac: MacAddr,
 }
 

@@ -8,13 +8,13 @@ use super::LinkName;
 /// A nexthop object (kernel 5.3 and later).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Nexthop {
-    /// Its id, not 0.
+    /// The id in the network namespace, not 0.
     pub id: u32,
     /// The device.
     pub link: LinkName,
     /// The gateway.
     pub gateway: IpAddr,
-    /// Whether the gateway counts as on the link without a route to it.
+    /// Whether the kernel takes the gateway as on the link, without a route to it.
     pub onlink: bool,
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::{Key, Object};
 
-/// A set of kernel objects, one per key, in the order of creation.
+/// A set of kernel objects, with at most one object for each key, in the order of creation.
 ///
 /// A lookup is O(log n), the insertion of one object O(n). Add many objects with `extend`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -15,7 +15,8 @@ pub struct ObjectSet {
 }
 
 impl ObjectSet {
-    /// Inserts `object`. Returns the object that it replaces; `None` if it is new.
+    /// Inserts `object`, which is exact. Returns the object that it replaces, or `None` if the key
+    /// is new.
     pub fn insert(&mut self, object: impl Into<Object>) -> Option<Object> {
         let object = object.into();
         self.inexact.remove(&object.key());
@@ -28,9 +29,9 @@ impl ObjectSet {
         }
     }
 
-    /// Marks the object with this key as inexact: in the kernel it has attributes that no `Object`
-    /// expresses. Examples are a foreign route protocol, a preferred source, a limited lifetime,
-    /// and the TTL of a device. If the object is desired, it is put again.
+    /// Marks the object with this key as inexact: in the kernel it has attributes that [`Object`]
+    /// cannot express. Examples are a foreign route protocol, a preferred source, a limited
+    /// lifetime, and the TTL of a device. If a network desires the object, it puts it again.
     pub fn note_inexact(&mut self, key: Key) {
         self.inexact.insert(key);
     }
@@ -40,13 +41,13 @@ impl ObjectSet {
         self.inexact.contains(key)
     }
 
-    /// Removes the object with this key and returns it; `None` if there is none.
+    /// Removes the object with this key and returns it, or `None` if it is absent.
     pub fn remove(&mut self, key: &Key) -> Option<Object> {
         self.inexact.remove(key);
         self.find(key).ok().map(|there| self.objects.remove(there))
     }
 
-    /// The object with this key; `None` if there is none.
+    /// The object with this key, or `None` if it is absent.
     pub fn get(&self, key: &Key) -> Option<&Object> {
         self.find(key).ok().map(|there| &self.objects[there])
     }
@@ -55,9 +56,9 @@ impl ObjectSet {
         self.objects.binary_search_by(|object| object.key().cmp(key))
     }
 
-    /// The index of the object with the key of `like`, and the object if it differs from `like`.
-    /// `None`: there is no such object. O(1) if the object at the index `near` is equal to `like`,
-    /// else O(log n).
+    /// The index of the object with the key of `like`, with the object if it differs from `like`.
+    /// `None` if the set has no object with this key. O(1) if the object at the index `near` is
+    /// equal to `like`, else O(log n).
     pub fn find_near(&self, like: &Object, near: usize) -> Option<(usize, Option<&Object>)> {
         if self.objects.get(near) == Some(like) {
             return Some((near, None));
@@ -76,7 +77,7 @@ impl ObjectSet {
         self.objects.len()
     }
 
-    /// Whether there are none.
+    /// Whether the set has no objects.
     pub fn is_empty(&self) -> bool {
         self.objects.is_empty()
     }
@@ -94,7 +95,7 @@ fn sort(objects: &mut Vec<Object>) {
     });
 }
 
-/// Of two objects with one key, the later one stays.
+/// If two objects have one key, the later one stays.
 impl<O: Into<Object>> FromIterator<O> for ObjectSet {
     fn from_iter<I: IntoIterator<Item = O>>(objects: I) -> Self {
         let mut state = Self::default();
@@ -103,7 +104,7 @@ impl<O: Into<Object>> FromIterator<O> for ObjectSet {
     }
 }
 
-/// Of two objects with one key, the later one stays.
+/// If two objects have one key, the later one stays.
 impl<O: Into<Object>> Extend<O> for ObjectSet {
     fn extend<I: IntoIterator<Item = O>>(&mut self, objects: I) {
         let mut new: Vec<Object> = objects.into_iter().map(Into::into).collect();
@@ -113,7 +114,7 @@ impl<O: Into<Object>> Extend<O> for ObjectSet {
             }
         }
         sort(&mut new);
-        // A snapshot adds its tables in order: no sorting.
+        // A snapshot adds its tables in order, so that sorting is not needed.
         let behind = match (self.objects.last(), new.first()) {
             (Some(last), Some(first)) => last.cmp_key(first).is_lt(),
             _ => true,
@@ -174,7 +175,8 @@ mod tests {
     fn the_replacement_of_an_inexact_route_is_exact() {
         let route =
             |n| Route { dst: Subnet::new(address(n), 24).unwrap(), via: Via::Blackhole, mtu: None };
-        let (want, key) = (ObjectSet::from_iter([route(1), route(2)]), Key::Route(route(1).dst));
+        let want = ObjectSet::from_iter([route(1), route(2)]);
+        let key = Key::Route(route(1).dst);
         let replacements: [fn(&mut ObjectSet, Route); 3] = [
             |state, route| {
                 state.insert(route);

@@ -17,27 +17,27 @@ pub struct Peer {
     pub link: LinkName,
     /// The public key of the peer.
     pub key: PublicKey,
-    /// Boxed, because most objects are no peers.
+    /// The other attributes. They are boxed, because most objects are not peers.
     pub attributes: Box<PeerAttributes>,
 }
 
 /// The attributes of a [`Peer`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PeerAttributes {
-    /// The address and UDP port to which packets are sent. While the peer answers from another
-    /// address, the kernel sends to that one, and a snapshot still shows this one.
+    /// The address and UDP port to which packets are sent. While the peer sends from another
+    /// address, the kernel uses the other address. A snapshot shows this address in any case.
     pub endpoint: SocketAddr,
-    /// The pod addresses of the peer: the destinations of packets to it, and the only sources from
-    /// which packets of it are accepted.
+    /// The subnets of the peer. Packets to these subnets are sent to the peer, and packets from the
+    /// peer are accepted only if their source is in these subnets.
     pub allowed: Dual<Subnet>,
-    /// The key that both ends share in addition, 32 bytes; `None`: there is none.
+    /// The preshared key, 32 bytes, or `None` if the two ends do not use one.
     pub psk: Option<Secret>,
-    /// The pause, in seconds, after which an idle device sends an empty packet, which keeps the
-    /// mapping of a NAT open; 0: it sends none.
+    /// The pause in seconds after which an idle device sends an empty packet, which keeps the
+    /// mapping of a NAT open. 0 if it does not send such packets.
     pub keepalive: u16,
 }
 
-/// As `wg set` takes them, with the device last.
+/// Writes the arguments of `wg set`, with the device last.
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { link, key, attributes } = self;

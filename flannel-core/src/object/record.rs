@@ -5,16 +5,15 @@ use std::fmt;
 use super::Secret;
 use crate::address::Subnet;
 
-/// An entry that a [`RecordKeeper`](crate::kernel::RecordKeeper) keeps for a peer. It is not in
-/// the kernel.
+/// State of a peer outside the kernel, which a [`RecordKeeper`](crate::kernel::RecordKeeper) keeps.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Record {
-    /// The keeper ([`RecordKeeper::name`](crate::kernel::RecordKeeper::name)).
+    /// The name of the record keeper ([`RecordKeeper::name`](crate::kernel::RecordKeeper::name)).
     pub keeper: &'static str,
     /// A subnet of the peer.
     pub subnet: Subnet,
-    /// Boxed, because most objects are no records.
+    /// Boxed, because most objects are not records.
     content: Box<Content>,
 }
 
@@ -26,13 +25,13 @@ struct Content {
 }
 
 impl Record {
-    /// A record without a secret.
+    /// A record without a secret. See [`data`](Self::data) for `data`.
     pub fn new(keeper: &'static str, subnet: Subnet, data: impl Into<Box<str>>) -> Self {
         let content = Content { data: data.into(), secret: None, is_last: false };
         Self { keeper, subnet, content: Box::new(content) }
     }
 
-    /// The same record with this secret.
+    /// Sets the [secret](Self::secret).
     #[must_use]
     pub fn with_secret(mut self, secret: Secret) -> Self {
         self.content.secret = Some(secret);
@@ -51,17 +50,18 @@ impl Record {
         self
     }
 
-    /// Whether it is [put last](Self::put_last).
+    /// Whether the record is [put last](Self::put_last).
     pub fn is_last(&self) -> bool {
         self.content.is_last
     }
 
-    /// The content, in a form that the keeper and the plan agree on. The status shows it.
+    /// The content, in a form on which the keeper and the plan agree. The status shows it.
     pub fn data(&self) -> &str {
         &self.content.data
     }
 
-    /// Content that no output shows; `None`: there is none.
+    /// The secret part of the content, which no output shows, or `None` if the record has no
+    /// secret.
     pub fn secret(&self) -> Option<&Secret> {
         self.content.secret.as_ref()
     }

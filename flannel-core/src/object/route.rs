@@ -6,14 +6,16 @@ use std::net::IpAddr;
 use super::LinkName;
 use crate::address::Subnet;
 
-/// A route in the main table without TOS; default metric except for [`Via::LastResort`].
+/// A route in the main table without a TOS. It has the default metric, except for
+/// [`Via::LastResort`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Route {
     /// The destination.
     pub dst: Subnet,
-    /// The next hop. A blackhole has none.
+    /// The next hop, or what happens to packets instead.
     pub via: Via,
-    /// The MTU in bytes; `None`: the device's. No IP packet is larger than its maximum.
+    /// The MTU of the route in bytes, or `None` if packets may be as large as the MTU of the
+    /// device. A `u16` is enough, because an IP packet has at most 65535 bytes.
     pub mtu: Option<u16>,
 }
 
@@ -23,26 +25,27 @@ pub struct Route {
 pub enum Via {
     /// A gateway.
     Gateway {
-        /// Its address.
+        /// The address of the gateway.
         gateway: IpAddr,
         /// The device.
         link: LinkName,
-        /// Whether the gateway counts as on the link without a route to it.
+        /// Whether the kernel takes the gateway as on the link, without a route to it.
         onlink: bool,
     },
     /// The destination itself, on the link of this device (scope link).
     Link(LinkName),
     /// The nexthop object with this id.
     Nexthop(u32),
-    /// No next hop: packets are dropped without an answer.
+    /// A blackhole: packets are dropped without an answer.
     Blackhole,
-    /// No next hop: a blackhole with the largest metric. Packets are dropped without an answer,
-    /// unless another route to the same destination exists, such as that of a bridge.
+    /// A blackhole with the largest metric: packets are dropped without an answer, unless another
+    /// route to the same destination exists, such as the route of a bridge.
     LastResort,
 }
 
 impl Via {
-    /// The device that packets leave by; `None`: the route uses a nexthop object, or none.
+    /// The device by which packets leave. `None` for a nexthop object, whose device is not known
+    /// here, and for a blackhole.
     pub(super) fn link(&self) -> Option<LinkName> {
         match self {
             Self::Gateway { link, .. } | Self::Link(link) => Some(*link),

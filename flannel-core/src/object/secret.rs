@@ -6,12 +6,13 @@ use serde::{Serialize, Serializer};
 
 /// A key or password, such as the private key of a tunnel device.
 ///
-/// `Debug`, `Display` and JSON show a placeholder instead of the bytes, also inside other values.
+/// `Debug`, `Display` and JSON show a placeholder instead of the bytes, also if the secret is a
+/// part of another value.
 #[doc = include_str!("../../docs/secret.md")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Secret(Box<[u8]>);
 
-/// The output for any secret.
+/// The output in place of any secret.
 const PLACEHOLDER: &str = "(secret)";
 
 impl Secret {

@@ -8,7 +8,7 @@ use crate::lease::Subnets;
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 #[non_exhaustive]
 pub enum Advisory {
-    /// Several nodes have one public address. It is correct only behind some kinds of NAT.
+    /// Several nodes have one public address. This is correct only behind some kinds of NAT.
     #[error(
         "{nodes} nodes share the public address {address}{}",
         if *own { ", this one among them" } else { "" }
@@ -21,14 +21,14 @@ pub enum Advisory {
         /// Whether this node is one of them.
         own: bool,
     },
-    /// A plan accepts a lease, and something is wrong with it.
+    /// Something is wrong with a lease that a plan accepts.
     #[error("the lease {subnets}: {text}")]
     OfLease {
         /// The lease.
         subnets: Subnets,
         /// What is wrong, as a sentence without a full stop.
         text: String,
-        /// The public address of the lease that is wrong, or `None` if something else is.
+        /// The public address of the lease that is wrong, or `None` if something else is wrong.
         address: Option<IpAddr>,
     },
 }

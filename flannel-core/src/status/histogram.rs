@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// Durations sorted into buckets, 1-2-5 from 100 µs to 10 s. The buckets are the same for all nodes
-/// and versions, so that histograms can be added up.
+/// The numbers of durations in buckets whose bounds are 1, 2 or 5 times a power of ten, from 100 µs
+/// to 10 s. All nodes and versions use these buckets, so that histograms can be added up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Histogram {
     counts: [u64; Self::BOUNDS.len() + 1],
@@ -11,7 +11,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// The inclusive upper bounds of the buckets in microseconds. The last bucket has none.
+    /// The inclusive upper bounds of the buckets, in microseconds. The last bucket has no bound.
     const BOUNDS: [u64; 16] = [
         100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000,
         1_000_000, 2_000_000, 5_000_000, 10_000_000,
@@ -40,7 +40,8 @@ impl Histogram {
         self.sum
     }
 
-    /// The inclusive upper bound ([`Duration::MAX`] for the last) and the count of each bucket.
+    /// The inclusive upper bound and the number of durations of each bucket. The bound of the last
+    /// bucket is [`Duration::MAX`].
     pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
         let bounds = Self::BOUNDS.into_iter().map(Duration::from_micros);
         bounds.chain([Duration::MAX]).zip(self.counts)
@@ -66,7 +67,8 @@ mod tests {
         assert_eq!((counts[0], counts[16], all.count()), (2, 1, 33));
         assert!(counts[1..16].iter().all(|count| *count == 2), "{counts:?}");
         assert!(Histogram::BOUNDS.is_sorted());
-        let (mut twice, sum) = (all, all.sum());
+        let mut twice = all;
+        let sum = all.sum();
         twice.add(&all);
         assert_eq!((twice.count(), twice.sum(), twice.counts[16]), (66, 2 * sum, 2));
     }

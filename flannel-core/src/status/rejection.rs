@@ -14,9 +14,9 @@ pub enum Rejection {
     /// A subnet lies outside the pod network.
     #[error("{subnet} lies outside the pod network {network}")]
     Outside {
-        /// The lease's subnet.
+        /// The subnet of the lease.
         subnet: Subnet,
-        /// The network.
+        /// The pod network of this family.
         network: Subnet,
     },
     /// It has no subnet in any family that the network config enables.
@@ -25,22 +25,23 @@ pub enum Rejection {
     /// It overlaps this node's own lease, which this node prefers.
     #[error("it overlaps this node's own lease {0}")]
     OverlapsOwn(Subnets),
-    /// It overlaps another peer's lease, which was created earlier.
+    /// It overlaps the lease of another peer, which was created earlier.
     #[error("it overlaps the earlier lease {earlier} of {holder}")]
     Overlaps {
-        /// The other lease.
+        /// The lease that was created earlier.
         earlier: Subnets,
-        /// Its node.
+        /// The node of that lease, as text.
         holder: String,
     },
-    /// It defines a kernel object otherwise than another peer's lease, which was created earlier.
+    /// It defines a kernel object in another way than the lease of another peer, which was created
+    /// earlier.
     #[error("{key} is defined otherwise by the earlier lease {earlier} of {holder}")]
     Contradicts {
-        /// The object.
+        /// The key of the object.
         key: Key,
-        /// The other lease.
+        /// The lease that was created earlier.
         earlier: Subnets,
-        /// Its node.
+        /// The node of that lease, as text.
         holder: String,
     },
     /// It defines a forwarding entry whose MAC address is derived from the public address of
@@ -52,21 +53,22 @@ pub enum Rejection {
     ConflictsWithDerivedEntry {
         /// The object.
         key: Key,
-        /// The other lease.
+        /// The lease of the other peer.
         owner: Subnets,
-        /// Its node.
+        /// The node of that lease, as text.
         holder: String,
     },
-    /// It defines a kernel object of this node.
+    /// It defines a kernel object that this node needs for itself. The value is the key.
     #[error("{0} is this node's own")]
     ContradictsOwn(Key),
     /// Its backend data is malformed.
     #[error(transparent)]
     BadData(#[from] FieldError),
-    /// Its public address is one of this node. Tunnel packets to it would come back.
+    /// Its public address belongs to this node. Tunnel packets to it would come back.
     #[error("its public address {0} is this node's own: its tunnel packets would come back here")]
     OwnAddress(IpAddr),
-    /// The backend's plan rejects it.
+    /// The plan of the backend rejects it. The value is the reason, as a sentence without a full
+    /// stop.
     #[error("{0}")]
     Rejected(String),
 }

@@ -1,4 +1,4 @@
-//! The lists in a status.
+//! The maps in a status.
 
 use std::fmt;
 
@@ -7,12 +7,12 @@ use std::fmt;
 pub struct SortedMap<K: Ord, V = ()>(imbl::OrdMap<K, V>);
 
 impl<K: Ord + Clone, V: Clone> SortedMap<K, V> {
-    /// The value of `key`; `None` if there is no entry.
+    /// The value of `key`, or `None` if it is absent.
     pub fn get(&self, key: &K) -> Option<&V> {
         self.0.get(key)
     }
 
-    /// Whether there is an entry for `key`.
+    /// Whether the map has an entry for `key`.
     pub fn contains_key(&self, key: &K) -> bool {
         self.0.contains_key(key)
     }
@@ -22,7 +22,7 @@ impl<K: Ord + Clone, V: Clone> SortedMap<K, V> {
         self.0.len()
     }
 
-    /// Whether there are no entries.
+    /// Whether the map has no entries.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -42,8 +42,8 @@ impl<K: Ord + Clone, V: Clone> SortedMap<K, V> {
         self.0.values()
     }
 
-    /// The differences from `older`: `(key, then, now)`, with `None` for an absent entry.
-    /// O(changes) if one listing was made from a clone of the other.
+    /// The differences from `older`: the key, the old value and the present value of each changed
+    /// entry. An absent value is `None`. O(changes) if one map was made from a clone of the other.
     pub fn changes_since<'a>(
         &'a self,
         older: &'a Self,
@@ -59,18 +59,18 @@ impl<K: Ord + Clone, V: Clone> SortedMap<K, V> {
         })
     }
 
-    /// Adds an entry. Returns the previous value; `None` if there was none.
+    /// Adds or replaces an entry. Returns the previous value, or `None` if the key is new.
     pub fn insert(&mut self, key: K, value: V) -> Option<V> {
         self.0.insert(key, value)
     }
 
-    /// Removes an entry. Returns its value; `None` if there was none.
+    /// Removes an entry. Returns its value, or `None` if it was absent.
     pub fn remove(&mut self, key: &K) -> Option<V> {
-        // `OrdMap::remove` copies shared nodes even if there is no such entry.
+        // `OrdMap::remove` copies shared nodes even if the entry is absent.
         if self.0.contains_key(key) { self.0.remove(key) } else { None }
     }
 
-    /// Keeps only the entries for whose keys `keep` returns true.
+    /// Removes the entries for whose keys `keep` returns false.
     pub fn retain(&mut self, keep: impl Fn(&K) -> bool) {
         let gone: Vec<K> = self.keys().filter(|key| !keep(key)).cloned().collect();
         gone.iter().for_each(|key| drop(self.remove(key)));

@@ -4,22 +4,24 @@ use std::fmt;
 use std::io;
 use std::time::SystemTime;
 
-/// The kind of a store, with its place. A program decides on this value and not on the name of the
+use crate::lease::Subnets;
+
+/// The kind of a store, with its location. Programs decide by this value and not by the name of the
 /// store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoreKind {
-    /// A store that this crate does not know, such as one in memory.
+    /// Any other store, such as a store in memory.
     #[default]
     Other,
     /// A directory on this host.
     Directory {
-        /// Its path.
+        /// The path of the directory.
         path: String,
     },
     /// An etcd cluster.
     Etcd {
-        /// The URLs of its endpoints.
+        /// The URLs of the endpoints.
         endpoints: Vec<String>,
     },
     /// The Kubernetes API.
@@ -36,7 +38,7 @@ impl StoreKind {
     }
 }
 
-/// The cause of a failed request to a store, as far as it decides what an operator can do.
+/// The cause of a failed request to a store. It tells what an operator can do.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoreFailure {
@@ -64,13 +66,21 @@ pub enum StoreFailure {
     ServerCertificate,
     /// The file with the token of this node cannot be read.
     Token {
-        /// Its path.
+        /// The path of the file.
         path: String,
+    },
+    /// Another host with the public address of this node has taken the lease of this node.
+    RivalHost {
+        /// The lease.
+        lease: Subnets,
+        /// Whether the lease is a reservation, which has no holder.
+        reserved: bool,
     },
 }
 
 impl StoreFailure {
-    /// The cause of a TLS error, by the text of rustls, which is all that its users return.
+    /// The cause of a TLS error. It is found in the text of rustls, because libraries that use
+    /// rustls return only the text.
     pub fn of_tls(text: &str) -> Self {
         let text = text.to_lowercase();
         let is_time =
@@ -78,7 +88,8 @@ impl StoreFailure {
         if is_time { Self::CertificateTime } else { Self::Other }
     }
 
-    /// The cause in an error and its sources: a [`StoreReason`], or an error of a file system.
+    /// Looks for a [`StoreReason`] or an error of a file system in an error and its sources, and
+    /// returns the cause. [`StoreFailure::Other`] if neither is found.
     pub fn of(error: &(dyn std::error::Error + 'static)) -> Self {
         let mut next = Some(error);
         while let Some(error) = next {
@@ -98,9 +109,9 @@ impl StoreFailure {
 /// The process that holds a lock. `Display` is `flock (process 4711)`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LockHolder {
-    /// The name of its program. The kernel shortens it to 15 bytes.
+    /// The name of the program. The kernel shortens it to 15 bytes.
     pub name: String,
-    /// Its id.
+    /// The process id.
     pub pid: u32,
 }
 
@@ -110,8 +121,8 @@ impl fmt::Display for LockHolder {
     }
 }
 
-/// Why a store did not answer a request or refused it: a text for people, and the cause for
-/// programs. `Display` is the text.
+/// Why a store did not answer a request, or refused it: a text for people, and the cause for
+/// programs. `Display` writes the text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct StoreReason {
@@ -145,7 +156,7 @@ impl From<&str> for StoreReason {
 pub struct LastError {
     /// The error, as text.
     pub text: String,
-    /// Its cause.
+    /// The cause of the error.
     pub failure: StoreFailure,
     /// The time of the failure, by the wall clock.
     pub at: SystemTime,
@@ -158,8 +169,8 @@ pub struct SkippedEntry {
     pub key: String,
     /// Why it is not a lease, as a sentence without a full stop.
     pub reason: String,
-    /// The Kubernetes node whose annotations were removed, so that its last lease stays for a
-    /// while; `None` if the entry is wrong in another way.
+    /// The Kubernetes node whose annotations were removed. Its last lease stays in use for a while.
+    /// `None` if the entry is wrong in another way.
     pub wiped_node: Option<String>,
 }
 

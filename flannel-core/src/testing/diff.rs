@@ -1,14 +1,14 @@
-//! The difference between two states, as an oracle for tests.
+//! The difference between two sets of objects, as an oracle for tests.
 
-use crate::object::{Change, Object, ObjectSet};
+use crate::object::{Change, ObjectSet};
 
 /// The changes that turn `actual` into `want`: puts in the order of creation, then deletions in the
-/// reverse order. An inexact object is put.
+/// reverse order. An object that is inexact in `actual` is put again.
 pub fn diff(want: &ObjectSet, actual: &ObjectSet) -> Vec<Change> {
-    let differs = |object: &&Object| {
+    let different = want.iter().filter(|object| {
         actual.get(&object.key()) != Some(object) || actual.is_inexact(&object.key())
-    };
-    let puts = want.iter().filter(differs).cloned().map(Change::Put);
+    });
+    let puts = different.cloned().map(Change::Put);
     let stale = actual.iter().rev().filter(|object| want.get(&object.key()).is_none());
     puts.chain(stale.cloned().map(Change::Delete)).collect()
 }
@@ -53,7 +53,8 @@ mod tests {
             let is_delete = |change: &Change| matches!(change, Change::Delete(_));
             let split = changes.iter().position(is_delete).unwrap_or(changes.len());
             let keys = |part: &[Change]| part.iter().map(|c| c.object().key()).collect::<Vec<_>>();
-            let (puts, deletes) = (keys(&changes[..split]), keys(&changes[split..]));
+            let puts = keys(&changes[..split]);
+            let deletes = keys(&changes[split..]);
             prop_assert!(changes[split..].iter().all(is_delete));
             prop_assert!(puts.is_sorted() && deletes.iter().rev().is_sorted());
             for change in &changes {

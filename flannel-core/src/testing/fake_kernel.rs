@@ -23,24 +23,24 @@ use crate::kernel::{
 use crate::object::{Change, Key, Link, LinkName, Nexthop, Object, ObjectSet, Route, Via};
 use crate::runtime::lock;
 
-/// A kernel in memory. It follows these rules of Linux: the objects that an object needs, the
-/// objects that the kernel deletes together with it, and the events of each change. A test can make
-/// every call fail ([`FakeKernel::fail`]).
+/// A kernel in memory. As in Linux, an object can only be put if the objects that it needs exist,
+/// a deletion also deletes the objects that depend on the deleted object, and each change causes
+/// the events of Linux. A test can make every call fail ([`FakeKernel::fail`]).
 ///
-/// A clone is the same kernel, used by the same process. [`FakeKernel::other`] is the same kernel,
-/// used by another process: each of the two is notified of the changes of the other one.
+/// A clone is the same kernel, used by the same process. [`FakeKernel::other`] returns the same
+/// kernel, used by another process: each of the two is notified of the changes of the other.
 #[derive(Clone)]
 pub struct FakeKernel {
     writer: u32,
     tables: Arc<Mutex<Tables>>,
 }
 
-/// One call to the kernel.
+/// A call of a method of the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Call {
     /// The operation.
     pub operation: Operation,
-    /// The object of a change, or the link; `None` for all other operations.
+    /// The key of the object or link. `None` for an operation without an object.
     pub key: Option<Key>,
 }
 
@@ -48,7 +48,7 @@ pub struct Call {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Operation {
-    /// [`Kernel::nexthop_ids`] and [`Kernel::nexthop_users`].
+    /// [`Kernel::nexthop_ids`] or [`Kernel::nexthop_users`].
     NexthopIds,
     /// [`Kernel::snapshot`].
     Snapshot,
@@ -94,19 +94,19 @@ impl FakeKernel {
         kernel
     }
 
-    /// The same kernel without support for nexthop objects, as before Linux 5.3. It must have none
-    /// yet.
+    /// Removes the support for nexthop objects, as before Linux 5.3. Call this before a nexthop
+    /// object is put.
     pub fn without_nexthops(self) -> Self {
         self.lock().without_nexthops = true;
         self
     }
 
-    /// Sets whether nexthop objects are [usable](NexthopIds::usable). At first they are.
+    /// Sets whether nexthop objects are [usable](NexthopIds::usable). They are usable at first.
     pub fn use_nexthops(&self, wanted: bool) {
         self.lock().unwanted_nexthops = !wanted;
     }
 
-    /// The same kernel, used by another process.
+    /// Returns the same kernel, used by another process.
     pub fn other(&self) -> Self {
         let mut tables = self.lock();
         tables.writers += 1;
@@ -127,7 +127,7 @@ impl FakeKernel {
     }
 
     /// Replaces the subnets on a foreign link, as a change of its addresses does. Does nothing if
-    /// there is no such link.
+    /// the link does not exist.
     ///
     /// # Panics
     /// `name` is not an interface name.
@@ -147,7 +147,7 @@ impl FakeKernel {
     }
 
     /// Sets a link up or down, as an administrator does. When a link goes down, the kernel deletes
-    /// its IPv4 routes, nexthop objects and permanent neighbours. The only event is one about the
+    /// its IPv4 routes, nexthop objects and permanent neighbours. It sends only an event about the
     /// link.
     ///
     /// # Panics
@@ -185,7 +185,7 @@ impl FakeKernel {
         self.deliver(0);
     }
 
-    /// Puts an object as another process does, with this route protocol. No rule is checked.
+    /// Puts an object as another process does, with this route protocol. The put always succeeds.
     pub fn foreign_put(&self, object: impl Into<Object>, protocol: u8) {
         self.foreign_entry(Entry { object: object.into(), protocol, inexact: false });
     }
@@ -197,7 +197,8 @@ impl FakeKernel {
     }
 
     fn foreign_entry(&self, entry: Entry) {
-        let (object, key) = (entry.object.clone(), entry.object.key());
+        let object = entry.object.clone();
+        let key = object.key();
         let invalidation = match object {
             Object::Link(link) => Invalidation::Link(link.name),
             _ => {
@@ -253,8 +254,8 @@ impl FakeKernel {
         self.lock().faults.push(Fault { matches: Box::new(matches), error, times });
     }
 
-    /// Removes all faults of [`FakeKernel::fail`]. Returns whether each of them has failed as many
-    /// calls as it was to fail.
+    /// Removes all faults that [`FakeKernel::fail`] added. Returns whether each fault has failed as
+    /// many calls as it had to fail.
     pub fn clear_faults(&self) -> bool {
         let faults = std::mem::take(&mut self.lock().faults);
         faults.iter().all(|fault| fault.times == 0)
@@ -275,18 +276,18 @@ impl FakeKernel {
         self.lock().largest_batch
     }
 
-    /// All objects of all processes, as text, in the order of creation. Foreign links are left out.
+    /// All objects of all processes as text, in the order of creation, without foreign links.
     pub fn dump(&self) -> Vec<String> {
         self.lock().objects.values().map(|entry| entry.object.to_string()).collect()
     }
 
-    /// All objects of all processes. Foreign links are left out.
+    /// All objects of all processes, without foreign links.
     pub fn state(&self) -> ObjectSet {
         self.lock().objects.values().map(|entry| entry.object.clone()).collect()
     }
 
-    /// Waits until the readers of all streams but those of `writer` have taken the events. So a
-    /// test that uses a paused clock goes on after them.
+    /// Waits until the readers of all streams have taken the events, except for the readers of
+    /// `writer`. So a test that uses a paused clock goes on after them.
     fn deliver(&self, writer: u32) {
         let tables = self.lock();
         let others = tables.listeners.iter().filter(|listener| listener.port != writer);
@@ -300,8 +301,8 @@ impl FakeKernel {
     }
 }
 
-/// The author in the events of a foreign change. Events about links and forwarding entries have
-/// none. Only routes and nexthop objects have a protocol.
+/// The author in the events of a foreign change. It is `None` in events about links and forwarding
+/// entries. Only routes and nexthop objects have a protocol.
 fn foreigner(key: &Key, protocol: Option<u8>) -> Option<ChangedBy> {
     let mut changed_by = ChangedBy::new(FakeKernel::FOREIGN_PORT);
     changed_by.protocol = protocol.filter(|_| matches!(key, Key::Route(_) | Key::Nexthop(_)));
@@ -329,21 +330,15 @@ impl Kernel for FakeKernel {
             usable: !tables.without_nexthops && !tables.unwanted_nexthops,
             ..NexthopIds::default()
         };
-        let route = |entry: &Entry, id| match &entry.object {
-            Object::Route(Route { dst, via: Via::Nexthop(by), .. })
-                if *by == id && entry.protocol == ROUTE_PROTOCOL =>
-            {
-                Some(footprint.networks.iter().any(|network| network.covers(dst)))
-            }
-            _ => None,
-        };
         for entry in tables.objects.values() {
             let Object::Nexthop(Nexthop { id, .. }) = entry.object else { continue };
-            let inside: Vec<bool> =
-                tables.objects.values().filter_map(|entry| route(entry, id)).collect();
-            if entry.protocol != ROUTE_PROTOCOL || inside.contains(&false) {
+            let destinations = tables.routes_by(id);
+            let are_inside = destinations
+                .iter()
+                .all(|dst| footprint.networks.iter().any(|network| network.covers(dst)));
+            if entry.protocol != ROUTE_PROTOCOL || !are_inside {
                 there.foreign.push(id);
-            } else if !inside.is_empty() {
+            } else if !destinations.is_empty() {
                 there.ours.push(id);
             }
         }
@@ -353,16 +348,15 @@ impl Kernel for FakeKernel {
     fn nexthop_users(&self, there: &ObjectSet) -> Result<BTreeMap<u32, String>, KernelError> {
         let mut tables = self.lock();
         tables.call(Operation::NexthopIds, None)?;
-        let user = |entry: &Entry| match &entry.object {
-            Object::Route(Route { via: Via::Nexthop(id), .. })
-                if there.get(&Key::Nexthop(*id)).is_some()
-                    && there.get(&entry.object.key()) != Some(&entry.object) =>
-            {
-                Some((*id, entry.object.to_string()))
+        let mut users = BTreeMap::new();
+        for Entry { object, .. } in tables.objects.values() {
+            let Object::Route(Route { via: Via::Nexthop(id), .. }) = object else { continue };
+            let is_user = there.get(&object.key()) != Some(object);
+            if is_user && there.get(&Key::Nexthop(*id)).is_some() {
+                users.insert(*id, object.to_string());
             }
-            _ => None,
-        };
-        Ok(tables.objects.values().filter_map(user).collect())
+        }
+        Ok(users)
     }
 
     fn may_change(&self, links: &[Link]) -> Result<(), KernelError> {
@@ -375,17 +369,19 @@ impl Kernel for FakeKernel {
     fn apply(&self, _: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         let mut tables = self.lock();
         tables.largest_batch = tables.largest_batch.max(changes.len());
-        let one = |change: &Change| match change {
-            Change::Put(object) => tables.put(self.writer, object),
-            Change::Delete(object) => match tables.delete(self.writer, object) {
-                Err(error) if error.is_absent() => Outcome::Done,
-                result => result.into(),
-            },
-        };
-        let results = changes.iter().map(one).collect();
+        let mut outcomes = Vec::new();
+        for change in changes {
+            outcomes.push(match change {
+                Change::Put(object) => tables.put(self.writer, object),
+                Change::Delete(object) => match tables.delete(self.writer, object) {
+                    Err(error) if error.is_absent() => Outcome::Done,
+                    result => result.into(),
+                },
+            });
+        }
         drop(tables);
         self.deliver(self.writer);
-        results
+        outcomes
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {

@@ -12,10 +12,12 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, Subnets, View};
 use crate::runtime::lock;
-use crate::subnet::{Hints, LeaseEnd, Loss, Ownership, Readiness, StoreStatus, SubnetManager};
+use crate::subnet::{
+    Hints, LeaseEnd, Loss, Ownership, Readiness, StoreKind, StoreStatus, SubnetManager,
+};
 
 /// A subnet manager in memory. A test writes the leases of peers. This node always gets the first
-/// subnet of the pod network. It needs no runtime. Clones are the same manager.
+/// subnet of the pod network. The manager does not need a runtime. Clones are the same manager.
 #[derive(Debug, Clone)]
 pub struct FakeSubnets(Arc<Mutex<Inner>>);
 
@@ -32,12 +34,12 @@ struct Inner {
 }
 
 impl FakeSubnets {
-    /// A manager with this IPv4 network, no leases and the default backend.
+    /// A manager with this IPv4 network and the default backend, without leases.
     pub fn new(network: &str) -> Self {
         Self::with_config(&format!(r#"{{"Network":"{network}"}}"#))
     }
 
-    /// A manager with this network config and no leases.
+    /// A manager with this network config, without leases.
     pub fn with_config(config: &str) -> Self {
         let view =
             View { leases: LeaseSet::default(), origin: Origin::Live { revision: Revision(1) } };
@@ -53,16 +55,13 @@ impl FakeSubnets {
         })))
     }
 
-    /// Puts the lease of a peer, with only a public address.
+    /// Puts the lease of a peer with a public address, and without other attributes.
     ///
     /// # Panics
     /// `key` is not a lease key, or `public` is not an IP address.
     pub fn put(&self, key: &str, public: &str) {
         let public: IpAddr = public.parse().expect("an IP address");
-        self.put_attrs(
-            key,
-            LeaseAttrs::from(Offer { public: [public].into_iter().collect(), ..Offer::default() }),
-        );
+        self.put_attrs(key, LeaseAttrs::from(Offer::new([public].into_iter().collect())));
     }
 
     /// Puts the lease of a peer.
@@ -93,7 +92,7 @@ impl FakeSubnets {
         self.lock().hints = hints;
     }
 
-    /// Ends every lease that is held: [`SubnetManager::hold_lease`] returns `end`.
+    /// Ends every lease that is held. [`SubnetManager::hold_lease`] then returns `end`.
     pub fn end_leases(&self, end: LeaseEnd) {
         let why = Loss::Ended(end.clone());
         self.set_ownership(Ownership::Lost { since: SystemTime::now(), why });
@@ -152,9 +151,8 @@ impl SubnetManager for FakeSubnets {
 
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let networks: Dual<Subnet> = self.network_config().await?.networks.map(|_, n| n.min);
-        let subnets = Subnets::new(networks.values().copied());
-        let subnets =
-            subnets.expect("a checked config enables a family, and its subnets fit into a key");
+        let subnets = Subnets::new(networks.values().copied())
+            .expect("a checked config enables a family, and its subnets fit into a key");
         self.set_ownership(Ownership::Held { until: None });
         Ok(self.lock().write(subnets, attrs.clone()))
     }
@@ -192,6 +190,6 @@ impl SubnetManager for FakeSubnets {
     }
 
     fn store_status(&self) -> StoreStatus {
-        StoreStatus { store: "memory".into(), ..StoreStatus::default() }
+        StoreStatus::new("memory", StoreKind::Other)
     }
 }

@@ -1,4 +1,4 @@
-//! The rules that every [`Kernel`] must keep.
+//! A test suite for implementations of [`Kernel`].
 
 mod changes;
 mod nexthops;
@@ -18,7 +18,7 @@ use crate::object::{
 pub struct Fixture<'a> {
     /// The kernel under test.
     pub kernel: &'a dyn Kernel,
-    /// The same kernel, as another process uses it.
+    /// The kernel under test, as another process uses it.
     pub other: &'a dyn Kernel,
     /// A foreign link that is up, with the addresses `192.0.2.1/24` and `2001:db8::1/64`.
     pub uplink: LinkName,
@@ -26,8 +26,19 @@ pub struct Fixture<'a> {
 
 /// Runs the suite. It needs a tokio runtime with time enabled, and blocks while the kernel works.
 ///
+/// ```
+/// use flannel_core::testing::{FakeKernel, Fixture, kernel_suite};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() {
+/// let kernel = FakeKernel::with_uplink("eth0");
+/// let other = kernel.other();
+/// let uplink = "eth0".parse().unwrap();
+/// kernel_suite(&Fixture { kernel: &kernel, other: &other, uplink }).await;
+/// # }
+/// ```
+///
 /// # Panics
-/// The kernel breaks a rule.
+/// The kernel does not do what the documentation of [`Kernel`] says.
 pub async fn kernel_suite(fixture: &Fixture<'_>) {
     objects::everything_is_created_and_read_back(fixture);
     objects::every_attribute_is_changed_in_place(fixture);

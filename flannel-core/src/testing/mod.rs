@@ -1,7 +1,7 @@
 //! Fakes of the traits in this crate, and a test suite for implementations of `Kernel`.
 //!
-//! A fake keeps state, as the real implementation does: use it to test results. To test which calls
-//! a function makes, mock the trait.
+//! A fake has state, as the real implementation has. Use a fake to test results. To test which
+//! calls a function makes, mock the trait instead.
 
 mod diff;
 mod fake_kernel;

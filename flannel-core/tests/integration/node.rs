@@ -14,15 +14,9 @@ use tokio::time::Instant;
 async fn leases_are_live_unless_the_store_does_not_answer_and_a_cache_exists() {
     let subnets = FakeSubnets::new("10.1.0.0/16");
     subnets.put("10.1.7.0-24", "192.0.2.7");
-    let uplink = ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1500,
-        address: Dual::default(),
-        public: Dual::default(),
-        reason: String::new(),
-    };
-    let (kernel, secrets) = (Arc::new(FakeKernel::default()), MemorySecrets::default());
-    let kernel: Arc<dyn Kernel> = kernel;
+    let uplink = ExternalInterface::new("eth0".parse().unwrap(), 1500, Dual::default());
+    let kernel: Arc<dyn Kernel> = Arc::new(FakeKernel::default());
+    let secrets = MemorySecrets::default();
     let node = Node::new(&uplink, "", &kernel, &secrets, &subnets);
     let live = node.leases().await.unwrap();
     for (written, patience) in [(None, 5), (Some(SystemTime::UNIX_EPOCH), 0)] {

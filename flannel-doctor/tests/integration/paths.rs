@@ -58,7 +58,7 @@ fn lease(n: u8) -> Lease {
         .collect();
     Lease {
         subnets: format!("10.1.{n}.0-24&fd00:1:0:{n}::-64").parse().unwrap(),
-        attrs: LeaseAttrs::from(Offer { kind: "vxlan".into(), public, ..Offer::default() }),
+        attrs: LeaseAttrs::from(Offer::new(public).with_kind("vxlan")),
         expires: None,
         since: Revision(1),
         revision: Revision(1),

@@ -6,14 +6,14 @@ use std::fmt;
 use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use async_trait::async_trait;
 use flannel_core::address::Family;
 use flannel_core::kernel::{
     Changes, Invalidation, KernelError, LongDrops, Outcome, RecordKeeper, Refused,
 };
-use flannel_core::object::{Change, Key, Object, Record};
+use flannel_core::object::{Change, Object, Record};
 use flannel_core::remedy::Trouble;
 use flannel_core::runtime::lock;
 use flannel_core::{Remedy, Subnet};
@@ -370,11 +370,6 @@ impl RecordKeeper for Guard {
         Ok(Box::new(Events { table: Arc::clone(&self.table), events }))
     }
 
-    /// Changes end before [`RecordKeeper::apply`] returns.
-    fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
-        Ok(())
-    }
-
     fn refused(&self) -> Option<Refused> {
         let counted = self.with_kernel(|kernel| self.counted(kernel));
         self.explain(counted, Instant::now())
@@ -477,6 +472,8 @@ impl fmt::Debug for Guard {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]

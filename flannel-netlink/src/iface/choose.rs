@@ -245,7 +245,9 @@ impl<'a> Choice<'a> {
             let is_published = family == Family::V6 || self.families.contains(&family);
             self.public[family].filter(|_| is_published).or(address[family])
         });
-        Ok(ExternalInterface { name: interface.name, mtu: interface.mtu, address, public, reason })
+        Ok(ExternalInterface::new(interface.name, interface.mtu, address)
+            .with_public(public)
+            .with_reason(reason))
     }
 }
 

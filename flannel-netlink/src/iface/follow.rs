@@ -304,13 +304,7 @@ mod tests {
 
     /// An observer of up0. `index` is `Some(7)` if up0 is unchanged, and `None` if it has changed.
     fn observer(index: Option<u32>, selectors: Selectors) -> Observer {
-        let chosen = ExternalInterface {
-            name: up0(),
-            mtu: 1500,
-            address: Dual::default(),
-            public: Dual::default(),
-            reason: String::new(),
-        };
+        let chosen = ExternalInterface::new(up0(), 1500, Dual::default());
         let socket = Socket::open().unwrap();
         Observer { socket, chosen, selectors, families: vec![Family::V4], index }
     }

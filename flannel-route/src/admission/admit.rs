@@ -388,11 +388,14 @@ mod tests {
     }
 
     fn lease(key: &str, since: u64, public: u8, mac: u8) -> Arc<Lease> {
-        let attrs = LeaseAttrs::from(Offer {
-            public: [IpAddr::from([192, 0, 2, public])].into_iter().collect(),
-            kind: "vxlan".into(),
-            data: Dual { v4: Some(format!("\"{}\"", MacAddr::local([mac; 6])).into()), v6: None },
-        });
+        let attrs = LeaseAttrs::from(
+            Offer::new([IpAddr::from([192, 0, 2, public])].into_iter().collect())
+                .with_kind("vxlan")
+                .with_data(Dual {
+                    v4: Some(format!("\"{}\"", MacAddr::local([mac; 6])).into()),
+                    v6: None,
+                }),
+        );
         let subnets = key.parse().unwrap();
         Arc::new(Lease {
             subnets,
@@ -684,8 +687,8 @@ mod tests {
             ("fd00:1:0:3::9", ""),
         ] {
             let public = [address.parse::<IpAddr>().unwrap()].into_iter().collect();
-            let offer = Offer { public, ..Offer::default() };
-            let further = Offer { kind: "further".into(), ..offer.clone() };
+            let offer = Offer::new(public);
+            let further = offer.clone().with_kind("further");
             let second = LeaseAttrs { others: [further].into(), ..LeaseAttrs::default() };
             for attrs in [LeaseAttrs::from(offer), second] {
                 let usual = lease("10.1.2.0-24&fd00:1:0:2::-64", 1, 1, 1);
@@ -701,7 +704,7 @@ mod tests {
     /// A lease with these public addresses.
     fn lease_at(key: &str, since: u64, public: &[&str]) -> Arc<Lease> {
         let public = public.iter().map(|address| address.parse::<IpAddr>().unwrap()).collect();
-        let attrs = LeaseAttrs::from(Offer { public, ..Offer::default() });
+        let attrs = LeaseAttrs::from(Offer::new(public));
         Arc::new(Lease { attrs, ..Lease::clone(&lease(key, since, 1, 1)) })
     }
 
@@ -890,10 +893,10 @@ mod tests {
             };
             OfferPlan::new(Some(kind), Box::new(plan))
         };
-        let offer = |kind: &'static str, mac: u8, public: u8| Offer {
-            kind: kind.into(),
-            public: [IpAddr::from([192, 0, 2, public])].into_iter().collect(),
-            data: Dual { v4: Some(MacAddr::local([mac; 6]).to_string().into()), v6: None },
+        let offer = |kind: &'static str, mac: u8, public: u8| {
+            Offer::new([IpAddr::from([192, 0, 2, public])].into_iter().collect())
+                .with_kind(kind)
+                .with_data(Dual { v4: Some(MacAddr::local([mac; 6]).to_string().into()), v6: None })
         };
         let both = |key, since, first: Offer, second: Offer| {
             let attrs = LeaseAttrs { preferred: first, others: [second].into() };

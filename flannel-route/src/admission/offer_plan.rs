@@ -169,7 +169,7 @@ mod tests {
 
     /// The kinds of the objects that the kernel gets, for a lease with these offers.
     fn chosen(plans: &[OfferPlan], offers: &[&'static str], done: &[&str]) -> Vec<&'static str> {
-        let offer = |kind: &&'static str| Offer { kind: (*kind).into(), ..Offer::default() };
+        let offer = |kind: &&'static str| Offer::default().with_kind(*kind);
         let mut all = offers.iter().map(offer);
         let preferred = all.next().unwrap();
         let attrs = LeaseAttrs { preferred, others: all.collect() };

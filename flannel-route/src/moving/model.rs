@@ -124,10 +124,8 @@ fn subnets(node: usize) -> Subnets {
 }
 
 fn lease(node: usize, offers: &[&'static str]) -> Lease {
-    let offer = |kind: &&'static str| Offer {
-        public: [[192, 0, 2, 1 + node as u8].into()].into_iter().collect(),
-        kind: (*kind).into(),
-        ..Offer::default()
+    let offer = |kind: &&'static str| {
+        Offer::new([[192, 0, 2, 1 + node as u8].into()].into_iter().collect()).with_kind(*kind)
     };
     let mut offers = offers.iter().map(offer);
     let attrs = LeaseAttrs { preferred: offers.next().unwrap(), others: offers.collect() };

@@ -24,8 +24,7 @@ fn uplink() -> LinkName {
 }
 
 fn lease(subnet: &str, public: IpAddr, since: u64) -> Lease {
-    let attrs =
-        LeaseAttrs::from(Offer { public: [public].into_iter().collect(), ..Offer::default() });
+    let attrs = LeaseAttrs::from(Offer::new([public].into_iter().collect()));
     let subnets = Subnets::new([subnet.parse::<Subnet>().unwrap()]).unwrap();
     Lease { subnets, attrs, expires: None, since: Revision(since), revision: Revision(since) }
 }

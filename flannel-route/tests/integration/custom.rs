@@ -49,7 +49,7 @@ impl Backend for Reporter {
 
     async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
         let sender = self.0.lock().expect("no test panics with it").take().expect("prepared once");
-        let offer = Offer { public: node.uplink.public, ..Offer::default() };
+        let offer = Offer::new(node.uplink.public);
         Ok(Prepared::with_network(offer, move |lease| {
             let (_, status) = watch::channel(Arc::new(Status::default()));
             let handle = NetworkHandle::new(lease.lease().clone(), 1500, status);
@@ -79,13 +79,8 @@ impl Network for Reports {
 fn host(subnets: &FakeSubnets) -> Host {
     let address = [std::net::IpAddr::from([192, 0, 2, 1])].into_iter().collect();
     Host::new(
-        ExternalInterface {
-            name: "eth0".parse().unwrap(),
-            mtu: 1500,
-            address,
-            public: address,
-            reason: "the test says so".into(),
-        },
+        ExternalInterface::new("eth0".parse().unwrap(), 1500, address)
+            .with_reason("the test says so"),
         Arc::new(FakeKernel::with_uplink("eth0")),
         Arc::new(subnets.clone()),
     )
@@ -96,7 +91,7 @@ async fn a_network_that_runs_itself_gets_the_accepted_peers() {
     let subnets = FakeSubnets::new("10.1.0.0/16");
     let attrs = |kind: &'static str, n: u8| {
         let public = [[192, 0, 2, n].into()].into_iter().collect();
-        LeaseAttrs::from(Offer { kind: kind.into(), public, ..Offer::default() })
+        LeaseAttrs::from(Offer::new(public).with_kind(kind))
     };
     let host = host(&subnets);
     let (sender, mut reports) = mpsc::unbounded_channel();

@@ -174,11 +174,13 @@ impl Peer {
     }
 
     fn attrs(self) -> LeaseAttrs {
-        LeaseAttrs::from(Offer {
-            public: Dual::from_fn(|family| Some(self.public(family))),
-            kind: "test".into(),
-            data: Dual::from_fn(|family| Some(format!("\"{}\"", self.mac(family)).into())),
-        })
+        LeaseAttrs::from(
+            Offer::new(Dual::from_fn(|family| Some(self.public(family))))
+                .with_kind("test")
+                .with_data(Dual::from_fn(|family| {
+                    Some(format!("\"{}\"", self.mac(family)).into())
+                })),
+        )
     }
 
     fn objects(self) -> Vec<Object> {
@@ -210,7 +212,7 @@ impl World {
 
     /// A network with this period of complete comparisons.
     async fn compared(period: Option<Duration>, kernel: FakeKernel, subnets: FakeSubnets) -> Self {
-        let attrs = LeaseAttrs::from(Offer { kind: "test".into(), ..Offer::default() });
+        let attrs = LeaseAttrs::from(Offer::default().with_kind("test"));
         let lease = subnets.acquire_lease(&attrs).await.unwrap();
         let networks: Dual<Subnet> =
             subnets.network_config().await.unwrap().pod_networks().collect();

@@ -152,13 +152,13 @@ impl RecordKeeper for Notes {
     }
 
     /// Waits until the clock has moved, and then behaves as if `timeout` had passed.
-    fn wait(&self, key: &Key, timeout: Duration) -> std::result::Result<(), KernelError> {
+    fn wait(&self, key: &Key, timeout: Duration) -> Outcome {
         let begun = Instant::now();
         while begun.elapsed().is_zero() {}
         let mut entries = self.0.lock().unwrap();
         entries.waits.push(timeout);
         let is_under_way = entries.started.iter().any(|c| c.object().key() == *key);
-        if is_under_way { Err(KernelError::TimedOut) } else { Ok(()) }
+        if is_under_way { Outcome::Started } else { Outcome::Done }
     }
 }
 
@@ -233,13 +233,8 @@ struct World {
 impl World {
     async fn start(notes: Notes, subnets: FakeSubnets) -> Self {
         let address = [IpAddr::from([192, 0, 2, 1])].into_iter().collect();
-        let uplink = ExternalInterface {
-            name: "eth0".parse().unwrap(),
-            mtu: 1500,
-            address,
-            public: address,
-            reason: "the test says so".into(),
-        };
+        let uplink = ExternalInterface::new("eth0".parse().unwrap(), 1500, address)
+            .with_reason("the test says so");
         let kernel = FakeKernel::with_uplink("eth0");
         let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
         let backend = Bookkeeper { notes: notes.clone() };
@@ -495,7 +490,7 @@ fn a_cleanup_gives_up_on_changes_that_do_not_end() {
     let with = WithRecordKeepers::new(kernel, [keeper]).waiting();
     let report = cleanup(&with, &footprint, false).unwrap();
     let errors: Vec<_> = report.failed.iter().map(|(_, error)| error.clone()).collect();
-    assert_eq!(errors, [KernelError::TimedOut, KernelError::TimedOut]);
+    assert_eq!(errors, [KernelError::NotEnded, KernelError::NotEnded]);
     assert!(report.done.is_empty() && notes.records().len() == 2);
     // Both waits together take no longer than the time limit.
     let waits = std::mem::take(&mut notes.0.lock().unwrap().waits);

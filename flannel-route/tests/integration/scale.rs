@@ -60,8 +60,7 @@ fn objects(n: u16, public: IpAddr) -> [Object; 4] {
 }
 
 fn lease(n: u16, public: IpAddr, revision: u64) -> Lease {
-    let attrs =
-        LeaseAttrs::from(Offer { public: [public].into_iter().collect(), ..Offer::default() });
+    let attrs = LeaseAttrs::from(Offer::new([public].into_iter().collect()));
     Lease {
         subnets: key(n),
         attrs,

@@ -44,7 +44,7 @@ impl Backend for Tunnel {
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        let offer = Offer { public: node.uplink.public, ..Offer::default() };
+        let offer = Offer::new(node.uplink.public);
         let footprint = self.footprint(config, Some(node.uplink.name))?;
         let network = config.pod_networks().next().unwrap();
         Ok(Prepared::new(offer, move |_| {
@@ -62,8 +62,7 @@ impl Backend for Tunnel {
 async fn a_network_waits_for_a_device_that_another_program_makes() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::new("10.1.0.0/16"));
     let address: Dual<IpAddr> = [IpAddr::from([192, 0, 2, 1])].into_iter().collect();
-    let (name, reason) = ("eth0".parse().unwrap(), "test".into());
-    let uplink = ExternalInterface { name, mtu: 1500, address, public: address, reason };
+    let uplink = ExternalInterface::new("eth0".parse().unwrap(), 1500, address).with_reason("test");
     let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
     let config = subnets.network_config().await.unwrap();
     let network = host.join(&Tunnel, &config, JoinOptions::default()).await.unwrap().network;

@@ -33,11 +33,10 @@ fn key(text: &str) -> Subnets {
 }
 
 fn attrs(addresses: &[&str]) -> LeaseAttrs {
-    LeaseAttrs::from(Offer {
-        public: addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        kind: "vxlan".into(),
-        ..Offer::default()
-    })
+    LeaseAttrs::from(
+        Offer::new(addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect())
+            .with_kind("vxlan"),
+    )
 }
 
 fn grant(holder: u64) -> Option<LeaseGrant> {

@@ -65,13 +65,11 @@ pub(crate) struct Terms {
 impl Held {
     /// What the node had when the lease was acquired.
     pub(crate) fn hints(&self) -> Hints {
-        Hints {
-            public: self.prescribed,
-            advertised: self.advertised,
-            last_published: Some(self.lease.attrs.clone()),
-            previous: Some(self.lease.subnets),
-            lapsed: None,
-        }
+        Hints::default()
+            .with_public(self.prescribed)
+            .with_advertised(self.advertised)
+            .with_last_published(Some(self.lease.attrs.clone()))
+            .with_previous(Some(self.lease.subnets))
     }
 }
 
@@ -166,13 +164,11 @@ impl Shared {
         let families: Vec<Family> = self.config().await?.networks.families().collect();
         let prefix = &self.options.prefix;
         let NodeLease { lease, .. } = node.lease(Revision::default(), &families, prefix);
-        Ok(Hints {
-            public: self.prescribed(&node)?,
-            advertised: overwrites(&node.values, &families, prefix),
-            previous: lease.as_ref().map(|lease| lease.subnets),
-            last_published: lease.map(|lease| lease.attrs),
-            lapsed: None,
-        })
+        Ok(Hints::default()
+            .with_public(self.prescribed(&node)?)
+            .with_advertised(overwrites(&node.values, &families, prefix))
+            .with_previous(lease.as_ref().map(|lease| lease.subnets))
+            .with_last_published(lease.map(|lease| lease.attrs)))
     }
 
     /// Makes a lease from the present state of this node.

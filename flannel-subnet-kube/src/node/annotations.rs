@@ -141,7 +141,7 @@ fn with_overwrites(offer: &Offer, present: &Values) -> Offer {
     let public = offer
         .public
         .map(|family, own: &IpAddr| overwrite(present, family).map_or(*own, |given| given.address));
-    Offer { public, ..offer.clone() }
+    offer.clone().with_public(public)
 }
 
 /// Whether an annotation has this value, in either of the two forms of data; see [`reworded`].
@@ -196,7 +196,7 @@ pub(crate) struct ReadAttrs {
 /// the other family.
 pub(crate) fn read(values: &Values, families: &[Family], prefix: &Prefix) -> ReadAttrs {
     let mut problems = Vec::new();
-    let mut preferred = Offer { kind: shared_name(text(values, BACKEND_TYPE)), ..Offer::default() };
+    let mut preferred = Offer::default().with_kind(shared_name(text(values, BACKEND_TYPE)));
     for family in families {
         match address(values, names(*family).public, *family, prefix) {
             Ok(address) => preferred.public[*family] = address,
@@ -327,11 +327,11 @@ mod tests {
     }
 
     fn attrs(kind: &'static str, public: &[&str], data: [Option<&str>; 2]) -> LeaseAttrs {
-        LeaseAttrs::from(Offer {
-            public: public.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-            kind: kind.into(),
-            data: Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) },
-        })
+        LeaseAttrs::from(
+            Offer::new(public.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect())
+                .with_kind(kind)
+                .with_data(Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) }),
+        )
     }
 
     #[test]

@@ -310,7 +310,7 @@ async fn a_silent_watch_continues_and_a_list_follows_if_it_stays_silent() {
     advance(60).await;
     watches(&fixture, &views, 3).await;
     assert_eq!(fixture.server.count("watch="), 1);
-    let confirmed = || manager.store_status().confirmed.unwrap().1;
+    let confirmed = || manager.store_status().confirmed.unwrap().at;
     // Silence since its last event.
     let silence = async |watches: usize| {
         let before = confirmed();
@@ -334,7 +334,7 @@ async fn a_watch_continues_from_a_bookmark() {
     let fixture = Fixture::new(V4);
     let (manager, views) = fixture.following().await;
     watches(&fixture, &views, 2).await;
-    let confirmed = || manager.store_status().confirmed.unwrap().0;
+    let confirmed = || manager.store_status().confirmed.unwrap().revision;
     let before = confirmed();
     // The versions before the bookmark are too old for a watch.
     fixture.server.forget_history();

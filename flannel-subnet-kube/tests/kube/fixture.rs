@@ -113,11 +113,13 @@ pub(crate) fn peer(cidr: &str, public: &str, mac: &str) -> Value {
 }
 
 pub(crate) fn attrs(kind: &'static str, public: &[&str], data: [Option<&str>; 2]) -> LeaseAttrs {
-    LeaseAttrs::from(Offer {
-        public: public.iter().map(|address| address.parse::<std::net::IpAddr>().unwrap()).collect(),
-        kind: kind.into(),
-        data: Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) },
-    })
+    LeaseAttrs::from(
+        Offer::new(
+            public.iter().map(|address| address.parse::<std::net::IpAddr>().unwrap()).collect(),
+        )
+        .with_kind(kind)
+        .with_data(Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) }),
+    )
 }
 
 pub(crate) const MAC: &str = r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:01"}"#;

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::subnet::{Hints, LeaseEnd, SkippedEntry};
+use flannel_core::subnet::{LeaseEnd, SkippedEntry};
 use flannel_core::{Error, SubnetManager, Subnets};
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
@@ -91,7 +91,8 @@ async fn prescribed_addresses_are_hints_and_overwrites_are_published() {
     // A restart finds the MAC address that peers use.
     let hints = fixture.manager("me").await.hints().await.unwrap();
     let last_published = Some(attrs("vxlan", &["203.0.113.9"], [Some(MAC), None]));
-    let expected = Hints { last_published, previous: Some(lease.subnets), ..hints.clone() };
+    let expected =
+        hints.clone().with_last_published(last_published).with_previous(Some(lease.subnets));
     assert_eq!(hints, expected);
     assert_eq!(hints.advertised, advertised);
 }

@@ -104,7 +104,7 @@ async fn heartbeats_notify_no_receiver() {
     fixture.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
     let (manager, mut views) = fixture.following().await;
     let before = views.borrow_and_update().clone();
-    let confirmed = || manager.store_status().confirmed.unwrap().0.0;
+    let confirmed = || manager.store_status().confirmed.unwrap().revision.0;
     let from = confirmed();
     for _ in 0..100 {
         fixture.server.heartbeat("peer");

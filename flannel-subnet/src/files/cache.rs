@@ -111,7 +111,7 @@ impl Saved {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheError {
-    /// An error of the file system; `NotFound` if there is no cache yet.
+    /// An error of the file system. It is `NotFound` if the cache does not exist yet.
     #[error("{path}: {source}", path = path.display())]
     Io {
         /// The file.

@@ -59,7 +59,7 @@ impl FileLock {
         holder_text(Self::holding_process(path).as_ref())
     }
 
-    /// The process that holds the lock of the file; `None` if the kernel does not show it.
+    /// The process that holds the lock of the file, or `None` if the kernel does not show it.
     ///
     /// # Blocking
     /// Reads `/proc`.

@@ -8,6 +8,7 @@ use flannel_core::backoff::Backoff;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::runtime::lock;
+use flannel_core::subnet::{StoreFailure, StoreReason};
 use flannel_core::{Config, Error, Lease, Result, Subnet, Subnets};
 
 use super::LocalManager;
@@ -128,22 +129,16 @@ impl LocalManager {
         {
             return Ok(());
         }
-        let gone = if entry.holder.is_some() {
-            "no host has that ID in the file mark of its --state-dir any more"
-        } else {
-            "no other host has that address any more"
-        };
-        let force = if entry.holder.is_some() { "--force " } else { "" };
+        let text = format!(
+            "{} took this lease from this host: two hosts have the same public address, or two \
+             flannel daemons run on this host; give this host another public address, or release the lease if no \
+             other host has that address any more",
+            self.holder(entry)
+        );
+        let failure = StoreFailure::RivalHost { lease: subnets, reserved: entry.holder.is_none() };
         Err(Error::Refused {
             store: format!("{}: {subnets}", self.store),
-            reason: format!(
-                "{} took this lease from this host: two hosts have the same public address, or two \
-                 flannel daemons run on this host; give this host another --public-ip or --iface; \
-                 or, only if {gone}, release the lease: flannelctl lease release \
-                 {force}'{subnets}'",
-                self.holder(entry)
-            )
-            .into(),
+            reason: StoreReason::new(text, failure),
         })
     }
 

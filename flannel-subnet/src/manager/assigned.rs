@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use async_trait::async_trait;
-use flannel_core::address::Dual;
 use flannel_core::lease::{LeaseAttrs, Origin, View};
 use flannel_core::runtime::lock;
 use flannel_core::subnet::{Hints, LeaseEnd, Loss, Ownership, StoreStatus};
@@ -109,13 +108,10 @@ impl SubnetManager for AssignedManager {
     /// The public addresses of this node's entry, and the attributes published last.
     async fn hints(&self) -> Result<Hints> {
         let Some(own) = self.own(&self.local_addresses).await? else { return Ok(Hints::default()) };
-        Ok(Hints {
-            public: own.lease.attrs.preferred.public,
-            previous: Some(own.lease.subnets),
-            last_published: Some(own.lease.attrs.clone()),
-            advertised: Dual::default(),
-            lapsed: None,
-        })
+        Ok(Hints::default()
+            .with_public(own.lease.attrs.preferred.public)
+            .with_previous(Some(own.lease.subnets))
+            .with_last_published(Some(own.lease.attrs.clone())))
     }
 
     fn publishes_attrs(&self) -> bool {
@@ -184,7 +180,7 @@ impl SubnetManager for AssignedManager {
     }
 
     fn store_status(&self) -> StoreStatus {
-        StoreStatus { wrong_config: self.configs.wrong(), ..self.store.status() }
+        self.store.status().with_wrong_config(self.configs.wrong())
     }
 }
 

@@ -31,17 +31,16 @@ pub(super) fn own_entry<'a>(
 ) -> Option<&'a Entry> {
     let address = identifying(attrs, config.networks.families());
     let has_our_id = |entry: &Entry| entry.holder == Some(us.holder);
-    let has_our_address = |entry: &Entry| {
+    let ours = listing.entries.iter().filter(|entry| {
         let public = entry.lease.attrs.preferred.public;
-        address.is_some_and(|address| public[Family::of(address)] == Some(address))
-    };
-    listing.entries.iter().filter(|entry| has_our_id(entry) || has_our_address(entry)).min_by_key(
-        |entry| {
-            let is_previous = Some(entry.lease.subnets) == us.previous;
-            // `false` comes first.
-            (!has_our_id(entry), !is_previous, entry.lease.precedence())
-        },
-    )
+        has_our_id(entry)
+            || address.is_some_and(|address| public[Family::of(address)] == Some(address))
+    });
+    ours.min_by_key(|entry| {
+        let is_previous = Some(entry.lease.subnets) == us.previous;
+        // `false` comes first.
+        (!has_our_id(entry), !is_previous, entry.lease.precedence())
+    })
 }
 
 /// The subnets that a new lease must not overlap, including unreadable keys.

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use flannel_core::backoff::FailurePauses;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::runtime::lock;
-use flannel_core::subnet::{LastError, StoreKind, StoreReason, StoreStatus};
+use flannel_core::subnet::{Confirmed, LastError, StoreKind, StoreReason, StoreStatus};
 use flannel_core::{Error, Result, Subnets};
 
 use super::skipped::SkippedKeys;
@@ -87,8 +87,8 @@ impl StoreStats {
             status.last_error = Some(LastError { text: error.to_string(), failure, at: now });
             return;
         }
-        let known = revision.or_else(|| status.confirmed.map(|(revision, _)| revision));
-        status.confirmed = Some((known.unwrap_or_default(), now));
+        let known = revision.or_else(|| status.confirmed.map(|answer| answer.revision));
+        status.confirmed = Some(Confirmed { revision: known.unwrap_or_default(), at: now });
         status.last_error = None;
     }
 

@@ -17,7 +17,7 @@ use crate::registry::{Entry, HolderId, LeaseGrant, Now, Registry, Watch};
 pub struct Fixture<'a> {
     /// The registry under test.
     pub registry: Arc<dyn Registry>,
-    /// The same store from another client.
+    /// A registry of another client on the same store.
     pub other: Arc<dyn Registry>,
     /// Writes any key below `subnets` with any value, past the registry.
     pub put_raw: &'a (dyn Fn(&str, &str) + Sync),

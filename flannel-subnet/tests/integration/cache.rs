@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use flannel_core::address::Dual;
 use flannel_core::lease::{LeaseAttrs, Origin, View};
-use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
+use flannel_core::subnet::{LeaseEnd, Loss, Ownership, StoreFailure};
 use flannel_core::{Error, Lease, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
@@ -180,8 +180,10 @@ async fn a_lease_that_another_host_with_our_address_took_stays_with_it_until_it_
         live(&mut views, 2).await;
         let error = again.acquire_lease(&attrs(1)).await.unwrap_err();
         assert!(matches!(&error, Error::Refused { .. }), "{error}");
+        let failure = error.store_failure();
+        assert!(matches!(failure, StoreFailure::RivalHost { reserved: false, .. }), "{failure:?}");
         let text = error.to_string();
-        for part in ["192.0.2.1", &HolderId(holder).to_string(), "--public-ip", "release --force"] {
+        for part in ["192.0.2.1", &HolderId(holder).to_string(), "another public address"] {
             assert!(text.contains(part), "{text}");
         }
         let written = async {
@@ -251,10 +253,11 @@ async fn a_reservation_that_another_host_with_our_address_took_stays_with_it() {
     let end = timeout(MINUTE, first.hold_lease(&lease)).await.unwrap().unwrap();
     assert!(matches!(&end, LeaseEnd::Taken { by } if by.contains("as a reservation")), "{end:?}");
     for _ in 0..2 {
-        let error = fixture.node(0).acquire_lease(&attrs(1)).await.unwrap_err().to_string();
-        for part in ["192.0.2.1 (vxlan), as a reservation", &format!("lease release '{subnets}'")] {
-            assert!(error.contains(part), "{error}");
-        }
+        let error = fixture.node(0).acquire_lease(&attrs(1)).await.unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("192.0.2.1 (vxlan), as a reservation"), "{text}");
+        let rival = StoreFailure::RivalHost { lease: subnets, reserved: true };
+        assert_eq!(error.store_failure(), rival);
         second().await;
     }
     // An operator reserves it anew, for the host that comes first.

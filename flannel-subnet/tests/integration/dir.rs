@@ -35,10 +35,7 @@ fn key(n: u8) -> Subnets {
 }
 
 fn attrs(address: &str) -> LeaseAttrs {
-    LeaseAttrs::from(Offer {
-        public: [address.parse().unwrap()].into_iter().collect(),
-        ..Offer::default()
-    })
+    LeaseAttrs::from(Offer::new([address.parse().unwrap()].into_iter().collect()))
 }
 
 fn grant(holder: u64, ttl: Duration) -> Option<LeaseGrant> {
@@ -520,7 +517,7 @@ async fn a_static_directory_assigns_leases_and_is_never_written() {
         error.contains("subnets/10.1.1.0-24: BackendData.VNI is 1, but this host has 2"),
         "{error}"
     );
-    let kind = LeaseAttrs::from(Offer { kind: "host-gw".into(), ..written.clone().preferred });
+    let kind = LeaseAttrs::from(written.clone().preferred.with_kind("host-gw"));
     let error = manager.acquire_lease(&kind).await.unwrap_err().to_string();
     assert!(error.contains(r#"BackendType is "vxlan", but this host has "host-gw""#), "{error}");
     let error = manager.acquire_lease(&attrs("192.0.2.9")).await.unwrap_err().to_string();
@@ -634,7 +631,7 @@ async fn a_quiet_directory_is_confirmed_every_minute_unless_it_is_unreadable() {
     let manager = assigned(dir.path(), "192.0.2.1").await;
     let mut views = manager.watch_leases().await.unwrap();
     wait(&mut views, |view| view.leases.len() == 2).await;
-    let confirmed = || manager.store_status().confirmed.unwrap().1;
+    let confirmed = || manager.store_status().confirmed.unwrap().at;
     let first = confirmed();
     let requests = manager.store_status().requests();
     let later = async {

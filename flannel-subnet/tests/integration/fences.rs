@@ -30,11 +30,10 @@ fn key(text: &str) -> Subnets {
 
 fn attrs(node: u64) -> LeaseAttrs {
     let addresses = [format!("192.0.2.{node}"), format!("2001:db8::{node}")];
-    LeaseAttrs::from(Offer {
-        public: addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        kind: "vxlan".into(),
-        ..Offer::default()
-    })
+    LeaseAttrs::from(
+        Offer::new(addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect())
+            .with_kind("vxlan"),
+    )
 }
 
 fn grant(holder: u64) -> Option<LeaseGrant> {

@@ -29,11 +29,10 @@ fn key(text: &str) -> Subnets {
 }
 
 fn attrs(addresses: &[&str]) -> LeaseAttrs {
-    LeaseAttrs::from(Offer {
-        public: addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        kind: "vxlan".into(),
-        ..Offer::default()
-    })
+    LeaseAttrs::from(
+        Offer::new(addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect())
+            .with_kind("vxlan"),
+    )
 }
 
 /// The attributes of the same node with another VTEP.
@@ -586,7 +585,7 @@ async fn foreign_attributes_are_replaced_and_published_ones_are_kept() {
 #[tokio::test(start_paused = true)]
 async fn a_reservation_stays_a_reservation() {
     let registry = MemoryRegistry::with_config(V4);
-    let reserved = LeaseAttrs::from(Offer { kind: "".into(), ..attrs(&["192.0.2.1"]).preferred });
+    let reserved = LeaseAttrs::from(attrs(&["192.0.2.1"]).preferred.with_kind(""));
     put(&registry, "10.1.5.0-24", &reserved, None).await;
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;

@@ -166,11 +166,7 @@ impl Node {
     }
 
     fn attrs(&self) -> LeaseAttrs {
-        LeaseAttrs::from(Offer {
-            public: addresses(self.id),
-            kind: "vxlan".into(),
-            ..Offer::default()
-        })
+        LeaseAttrs::from(Offer::new(addresses(self.id)).with_kind("vxlan"))
     }
 
     /// Restarts the daemon whenever it ends, like a service manager.

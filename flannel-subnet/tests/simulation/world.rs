@@ -330,7 +330,7 @@ impl World {
             _ => {
                 let free = self.free().await;
                 let subnets = *free.first()?;
-                let foreign = LeaseAttrs::from(Offer { kind: "vxlan".into(), ..Offer::default() });
+                let foreign = LeaseAttrs::from(Offer::default().with_kind("vxlan"));
                 let ttl = up_to(2 * TTL) + Duration::from_secs(1);
                 self.store.operator_writes(
                     &subnets,

@@ -105,8 +105,7 @@ pub(crate) async fn lease(context: Context<'_>, verb: &LeaseVerb) -> Result<Outp
         LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type, count } => {
             let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
             let kind = Cow::from(backend_type.clone());
-            let attrs =
-                |public| LeaseAttrs::from(Offer { public, kind: kind.clone(), ..Offer::default() });
+            let attrs = |public| LeaseAttrs::from(Offer::new(public).with_kind(kind.clone()));
             if *count == 1 {
                 return reserve(registry, context.backends, lease, &attrs(public)).await;
             }

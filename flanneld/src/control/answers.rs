@@ -195,8 +195,8 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::time::Duration;
 
-    use flannel_core::kernel::{Changes, KernelError, Outcome, RecordKeeper, Traffic};
-    use flannel_core::object::{Change, Key, Record};
+    use flannel_core::kernel::{Changes, KernelError, Outcome, PacketCount, RecordKeeper, Traffic};
+    use flannel_core::object::{Change, Record};
     use flannel_core::status::Status;
 
     use super::*;
@@ -300,13 +300,9 @@ mod tests {
             Err(KernelError::explained(95, "it has no changes"))
         }
 
-        fn wait(&self, _: &Key, _: Duration) -> Result<(), KernelError> {
-            Ok(())
-        }
-
         fn traffic(&self) -> Option<Traffic> {
             let asked = self.0.fetch_add(1, Ordering::Relaxed) + 1;
-            let moved = Some((asked.into(), 0));
+            let moved = Some(PacketCount { packets: asked.into(), bytes: 0 });
             Some(Traffic { sent: moved, received: moved, ..Traffic::default() })
         }
     }

@@ -128,22 +128,12 @@ fn manager(registry: &MemoryRegistry) -> LocalManager {
 }
 
 fn attrs(public: [u8; 4]) -> LeaseAttrs {
-    LeaseAttrs::from(Offer {
-        public: [public.into()].into_iter().collect(),
-        kind: "host-gw".into(),
-        ..Offer::default()
-    })
+    LeaseAttrs::from(Offer::new([public.into()].into_iter().collect()).with_kind("host-gw"))
 }
 
 fn uplink() -> ExternalInterface {
     let address = Dual { v4: Some([192, 0, 2, 1].into()), v6: None };
-    ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1500,
-        address,
-        public: address,
-        reason: "test".into(),
-    }
+    ExternalInterface::new("eth0".parse().unwrap(), 1500, address).with_reason("test")
 }
 
 /// The answer to `GET /healthz`.

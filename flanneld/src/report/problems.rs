@@ -532,7 +532,7 @@ mod tests {
                 .count()
         };
         assert_eq!(taken(&snapshot), 1);
-        let of = |kind| StoreStatus { kind, ..StoreStatus::default() };
+        let of = |kind| StoreStatus::new("", kind);
         snapshot.store = Some(of(StoreKind::Etcd { endpoints: vec!["x".into()] }));
         assert_eq!(taken(&snapshot), 1);
         // In Kubernetes `SubnetMin` and `SubnetMax` have no effect.
@@ -577,14 +577,11 @@ mod tests {
         snapshot.ownership = Ownership::Held { until };
         assert_eq!(texts(&snapshot), [""; 0]);
         assert_eq!(line(&snapshot), "ready: 10.1.1.0-24, 0 peers");
-        snapshot.store = Some(StoreStatus {
-            last_error: Some(LastError {
-                text: "no route to host".into(),
-                failure: StoreFailure::Other,
-                at: snapshot.time,
-            }),
-            ..StoreStatus::default()
-        });
+        snapshot.store = Some(StoreStatus::default().with_last_error(Some(LastError {
+            text: "no route to host".into(),
+            failure: StoreFailure::Other,
+            at: snapshot.time,
+        })));
         assert_eq!(texts(&snapshot), ["warning: the store does not answer: no route to host"]);
         assert_eq!(hint(&snapshot), "# see the log of the program that embeds flannel");
         snapshot.is_embedded = false;

@@ -334,7 +334,7 @@ mod tests {
                 failure: flannel_core::subnet::StoreFailure::Other,
                 at: std::time::SystemTime::now(),
             });
-            flannel_core::subnet::StoreStatus { last_error, ..self.0.store_status() }
+            self.0.store_status().with_last_error(last_error)
         }
     }
 

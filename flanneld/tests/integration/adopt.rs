@@ -52,17 +52,19 @@ fn leases(backend: &dyn Backend, n: u8) -> FakeSubnets {
 
 fn put(subnets: &FakeSubnets, backend: &dyn Backend, n: u8, peer: u8, public: u8) {
     let data = |mac: String| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
-    let attrs = LeaseAttrs::from(Offer {
-        public: [format!("192.0.2.{public}"), format!("2001:db8::{public:x}")]
-            .iter()
-            .map(|a| a.parse::<IpAddr>().unwrap())
-            .collect(),
-        kind: backend.lease_type().into(),
-        data: Dual {
+    let attrs = LeaseAttrs::from(
+        Offer::new(
+            [format!("192.0.2.{public}"), format!("2001:db8::{public:x}")]
+                .iter()
+                .map(|a| a.parse::<IpAddr>().unwrap())
+                .collect(),
+        )
+        .with_kind(backend.lease_type())
+        .with_data(Dual {
             v4: data(format!("0a:00:00:00:04:{peer:02x}")),
             v6: data(format!("0a:00:00:00:06:{peer:02x}")),
-        },
-    });
+        }),
+    );
     subnets.put_attrs(&key(n, peer), attrs);
 }
 
@@ -107,13 +109,8 @@ impl Run {
         let kernel = Arc::new(if nexthops { kernel } else { kernel.without_nexthops() });
         let address: Dual<IpAddr> =
             ["192.0.2.1", "2001:db8::1"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
-        let iface = ExternalInterface {
-            name: uplink.parse().unwrap(),
-            mtu: 1500,
-            address,
-            public: address,
-            reason: "it is the only one".into(),
-        };
+        let iface = ExternalInterface::new(uplink.parse().unwrap(), 1500, address)
+            .with_reason("it is the only one");
         let host =
             Host::new(iface, kernel.clone(), Arc::new(subnets.clone())).with_machine_id("test");
         let config = subnets.network_config().await.unwrap();

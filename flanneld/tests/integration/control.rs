@@ -704,7 +704,7 @@ fn without_a_daemon_flannelctl_shows_and_removes_the_state_that_is_left() {
         let place = Place::new(Some(CONFIG));
         place.peer(7);
         let (code, text) = place.fails(&["status"]);
-        assert!(code == 1 && text.contains("flanneld does not answer"), "{text}");
+        assert!(code == 1 && text.contains("the daemon does not answer"), "{text}");
         let daemon = place.start();
         ready(&daemon);
         let cache = Path::new(&place.path("state")).join("leases");

@@ -42,20 +42,17 @@ async fn start(backend: &'static dyn Backend) -> Witness {
         ["192.0.2.1", "2001:db8::1"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
     let subnets = FakeSubnets::with_config(&config(backend.kind()));
     let data = |mac| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
-    let peer = LeaseAttrs::from(Offer {
-        public: ["192.0.2.7", "2001:db8::7"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        kind: backend.lease_type().into(),
-        data: Dual { v4: data("0a:00:00:00:04:07"), v6: data("0a:00:00:00:06:07") },
-    });
+    let peer = LeaseAttrs::from(
+        Offer::new(
+            ["192.0.2.7", "2001:db8::7"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
+        )
+        .with_kind(backend.lease_type())
+        .with_data(Dual { v4: data("0a:00:00:00:04:07"), v6: data("0a:00:00:00:06:07") }),
+    );
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer);
     let host = Host::new(
-        ExternalInterface {
-            name: "eth0".parse().unwrap(),
-            mtu: 1500,
-            address,
-            public: address,
-            reason: "it is the only one".into(),
-        },
+        ExternalInterface::new("eth0".parse().unwrap(), 1500, address)
+            .with_reason("it is the only one"),
         Arc::new(NetlinkKernel::open().unwrap()),
         Arc::new(subnets.clone()),
     )

@@ -184,11 +184,11 @@ const HOST_GW: Setup = Setup { backend: &HostGw, nexthops: true, direct: false }
 impl Setup {
     fn put_peer(self, subnets: &FakeSubnets, n: u8) {
         let data = |family| Some(format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, mac(family, n)).into());
-        let attrs = LeaseAttrs::from(Offer {
-            public: if self.direct { peer_public(n) } else { public(n) },
-            kind: self.backend.kind().into(),
-            data: Dual::from_fn(data),
-        });
+        let attrs = LeaseAttrs::from(
+            Offer::new(if self.direct { peer_public(n) } else { public(n) })
+                .with_kind(self.backend.kind())
+                .with_data(Dual::from_fn(data)),
+        );
         subnets.put_attrs(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"), attrs);
     }
 
@@ -239,13 +239,8 @@ impl Setup {
         (2..2 + PEERS).for_each(|n| self.put_peer(&subnets, n));
         let kernel = NetlinkKernel::open().unwrap();
         let host = Host::new(
-            ExternalInterface {
-                name: "eth0".parse().unwrap(),
-                mtu: 1500,
-                address: public(1),
-                public: public(1),
-                reason: "it is the only one".into(),
-            },
+            ExternalInterface::new("eth0".parse().unwrap(), 1500, public(1))
+                .with_reason("it is the only one"),
             stand_in(if self.nexthops { kernel } else { kernel.without_nexthops() }),
             Arc::new(subnets.clone()),
         )

@@ -140,7 +140,7 @@ pub(crate) fn run(nodes: u32, seconds: u64) -> anyhow::Result<Report> {
 async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result<Report> {
     let dir = tempfile::tempdir()?;
     let (manager, views) = follow(&server.url(), dir.path(), nodes).await?;
-    let begin = manager.store_status().confirmed.context("nothing confirmed")?.0.0;
+    let begin = manager.store_status().confirmed.context("nothing confirmed")?.revision.0;
     drop((manager, views));
     let url = server.url();
     let here = dir.path().to_owned();
@@ -192,7 +192,7 @@ fn follower(url: String, dir: std::path::PathBuf, nodes: u32) -> anyhow::Result<
                     anyhow::bail!("a heartbeat changed the set of leases");
                 }
                 let confirmed = manager.store_status().confirmed.context("nothing confirmed")?;
-                version.store(confirmed.0.0, Ordering::Relaxed);
+                version.store(confirmed.revision.0, Ordering::Relaxed);
             }
         };
         tokio::select! {

@@ -67,11 +67,8 @@ async fn storm(nodes: u32, room: Room) -> anyhow::Result<Report> {
             };
             let manager = LocalManager::new(registry, identity);
             let public = IpAddr::from(Ipv4Addr::from(u32::from(Ipv4Addr::new(172, 16, 0, 1)) + n));
-            let attrs = LeaseAttrs::from(Offer {
-                public: [public].into_iter().collect(),
-                kind: "vxlan".into(),
-                ..Offer::default()
-            });
+            let attrs =
+                LeaseAttrs::from(Offer::new([public].into_iter().collect()).with_kind("vxlan"));
             barrier.wait().await;
             let begin = Instant::now();
             (manager.acquire_lease(&attrs).await, begin.elapsed())

@@ -241,11 +241,11 @@ fn leases(count: u32) -> LeaseSet {
         Lease {
             subnets: Subnets::new(Families::Ipv4.iter().map(|family| peer.subnet(family)))
                 .expect("a family"),
-            attrs: LeaseAttrs::from(Offer {
-                public: Dual { v4: Some(endpoint(peer).into()), v6: None },
-                kind: "wireguard".into(),
-                data: Dual { v4: Some(data.into()), v6: None },
-            }),
+            attrs: LeaseAttrs::from(
+                Offer::new(Dual { v4: Some(endpoint(peer).into()), v6: None })
+                    .with_kind("wireguard")
+                    .with_data(Dual { v4: Some(data.into()), v6: None }),
+            ),
             expires: None,
             since: revision,
             revision,

@@ -85,13 +85,13 @@ impl Peer {
         Lease {
             subnets: Subnets::new(families.iter().map(|family| self.subnet(family)))
                 .expect("a family"),
-            attrs: LeaseAttrs::from(Offer {
-                public: Dual::from_fn(|family| {
+            attrs: LeaseAttrs::from(
+                Offer::new(Dual::from_fn(|family| {
                     Some(self.public(family)).filter(|_| enabled(family))
-                }),
-                kind: "vxlan".into(),
-                data: Dual::from_fn(|family| enabled(family).then(|| data(family))),
-            }),
+                }))
+                .with_kind("vxlan")
+                .with_data(Dual::from_fn(|family| enabled(family).then(|| data(family)))),
+            ),
             expires: None,
             since: Revision(u64::from(self.0)),
             revision: Revision(u64::from(self.0)),

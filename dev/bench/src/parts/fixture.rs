@@ -57,13 +57,8 @@ impl Fixture {
             [IpAddr::from([192, 0, 2, 1]), IpAddr::from([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1])]
                 .into_iter()
                 .collect();
-        let iface = ExternalInterface {
-            name: "eth0".parse()?,
-            mtu: 1500,
-            address,
-            public: address,
-            reason: "it is the only one".into(),
-        };
+        let iface = ExternalInterface::new("eth0".parse()?, 1500, address)
+            .with_reason("it is the only one");
         let kernel = Arc::new(NetlinkKernel::open_in(self.netns.path())?);
         let host = Host::new(iface, kernel.clone(), subnets);
         let engine = EngineOptions::default().with_process_names(kernel);

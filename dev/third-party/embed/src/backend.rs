@@ -42,7 +42,7 @@ impl Backend for Router {
         let mtu = node.uplink.mtu;
         let gateway = self.0;
         let footprint = self.footprint(config, Some(link))?;
-        let offer = Offer { public: node.uplink.public, ..Offer::default() };
+        let offer = Offer::new(node.uplink.public);
         Ok(Prepared::new(offer, move |_| {
             let mut blueprint = Blueprint::new(mtu, move |subnets, _offer, _env, objects| {
                 let via = Via::Gateway { gateway, link, onlink: false };
@@ -60,7 +60,7 @@ pub async fn routes() -> anyhow::Result<()> {
     let registry = Arc::new(MemoryRegistry::with_config(
         r#"{"Network": "10.1.0.0/16", "Backend": {"Type": "router"}}"#,
     ));
-    let peer = LeaseAttrs::from(Offer { kind: "router".into(), ..Offer::default() });
+    let peer = LeaseAttrs::from(Offer::default().with_kind("router"));
     registry.create(&"10.1.7.0-24".parse()?, &peer, None).await?;
     let identity =
         Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };

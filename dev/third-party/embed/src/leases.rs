@@ -22,7 +22,7 @@ pub async fn on_etcd(endpoint: &str, ca: &Path) -> anyhow::Result<()> {
         Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
     let manager = LocalManager::new(registry, identity);
     let public = ["192.0.2.1".parse::<IpAddr>()?].into_iter().collect();
-    let attrs = LeaseAttrs::from(Offer { public, ..Offer::default() });
+    let attrs = LeaseAttrs::from(Offer::new(public));
     let lease = manager.acquire_lease(&attrs).await?;
     println!("this node has {}", lease.subnets);
     Ok(())

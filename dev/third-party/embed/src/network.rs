@@ -51,7 +51,7 @@ impl Backend for Printing {
 
     async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
         let mtu = node.uplink.mtu;
-        let offer = Offer { public: node.uplink.public, ..Offer::default() };
+        let offer = Offer::new(node.uplink.public);
         Ok(Prepared::with_network(offer, move |lease| {
             let (status, receiver) = watch::channel(Arc::default());
             let handle = NetworkHandle::new(lease.lease().clone(), mtu, receiver);
@@ -94,7 +94,7 @@ pub async fn itself() -> anyhow::Result<()> {
         r#"{"Network": "10.1.0.0/16", "Backend": {"Type": "printing"}}"#,
     ));
     let public = ["192.0.2.7".parse::<std::net::IpAddr>()?].into_iter().collect();
-    let offer = Offer { public, kind: "printing".into(), ..Offer::default() };
+    let offer = Offer::new(public).with_kind("printing");
     registry.create(&"10.1.7.0-24".parse()?, &LeaseAttrs::from(offer), None).await?;
     let identity =
         Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };

@@ -64,7 +64,7 @@ fn start(commands: &Commands, change: Change) {
 fn make(commands: &Commands, change: Change) -> Result<(), String> {
     let key = change.object().key();
     start(commands, change);
-    commands.wait(&key, PATIENCE).map_err(|error| error.to_string())
+    commands.wait(&key, PATIENCE).into_result().map_err(|error| error.to_string())
 }
 
 fn records(commands: &Commands) -> Vec<String> {
@@ -84,10 +84,10 @@ fn the_task_of_this_node_comes_before_those_of_peers_that_wait() {
     start(&commands, Change::Put(node.clone()));
     make(&commands, Change::Put(object(3, &place.task(Of::Peer, "free")))).unwrap();
     assert!(!commands.lock().entries[&subnet(1)].runs, "the node's command runs");
-    assert_eq!(commands.wait(&peer.key(), Duration::ZERO), Err(KernelError::TimedOut));
+    assert_eq!(commands.wait(&peer.key(), Duration::ZERO), Outcome::Started);
     fs::write(go, "").unwrap();
     for object in [node, peer] {
-        commands.wait(&object.key(), PATIENCE).unwrap();
+        assert_eq!(commands.wait(&object.key(), PATIENCE), Outcome::Done);
     }
     assert_eq!(place.ran(), ["+free", "+node", "+waiting"]);
 }
@@ -157,7 +157,7 @@ fn a_record_of_another_record_keeper_is_refused() {
     let key = object.key();
     let changes = [Change::Put(object.clone()), Change::Delete(object)];
     let mut outcomes = commands.apply(&changes);
-    outcomes.push(commands.wait(&key, PATIENCE).into());
+    outcomes.push(commands.wait(&key, PATIENCE));
     for outcome in outcomes {
         let error = outcome.into_result().unwrap_err();
         let text = error.to_string();

@@ -6,20 +6,21 @@ use std::net::Ipv4Addr;
 use super::{LinkAttributes, LinkKind};
 use crate::object::LinkName;
 
-/// The attributes of an ipip device without a remote address whose packets travel in UDP datagrams,
-/// one in each without a further header (Foo over UDP), and of the port at which it receives them.
-/// It takes packets from every host.
+/// The attributes of an ipip device without a remote address whose packets travel in UDP datagrams
+/// (Foo over UDP), and the UDP port at which it receives them. Each datagram has one packet,
+/// without a further header. The device takes packets from every host.
 ///
 /// **Source**: linux `net/ipv4/fou_core.c`, in the mode `FOU_ENCAP_DIRECT`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fou {
     /// The source address of outer packets.
     pub local: Ipv4Addr,
-    /// The device that outer packets leave by. `None`: it is gone.
+    /// The device by which outer packets leave, or `None` if that device was deleted.
     pub lower: Option<LinkName>,
-    /// The UDP port of all nodes.
+    /// The destination port of datagrams, equal on all nodes.
     pub port: u16,
-    /// Whether datagrams leave from `port`. If not, the kernel chooses a port for each flow.
+    /// Whether `port` is also the source port of datagrams. If not, the kernel chooses a source
+    /// port for each flow.
     pub one_port: bool,
 }
 

@@ -5,7 +5,8 @@ use std::net::Ipv4Addr;
 
 use super::{LinkAttributes, LinkKind};
 
-/// The attributes of an ipip device without a remote address. It takes packets from every host.
+/// The attributes of an ipip device without a remote address. The device takes packets from every
+/// host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Ipip {
     /// The source address of outer packets.

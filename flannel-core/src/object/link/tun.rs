@@ -4,8 +4,8 @@ use std::fmt;
 
 use super::{LinkAttributes, LinkKind};
 
-/// A tun device with several queues and offloads. The kernel gives its packets to the program that
-/// has made it. A put of a device that does not exist is only
+/// A tun device with several queues and offloads. Another program creates it, and the kernel passes
+/// packets to that program. So the put of a tun device that does not exist is only
 /// [started](crate::kernel::Outcome::Started).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Tun;

@@ -7,19 +7,20 @@ use super::{LinkAttributes, LinkKind};
 use crate::address::Family;
 use crate::object::{LinkName, MacAddr};
 
-/// The attributes of a vxlan device. Another `vni`, `port` or `gbp`, another family of `local`, and
-/// the removal of `lower` need a new device.
+/// The attributes of a vxlan device. The kernel cannot change `vni`, `port`, `gbp` and the family
+/// of `local`, and cannot remove `lower`. Such a change needs a new device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Vxlan {
     /// The VXLAN network identifier, 1 to 16777215.
     pub vni: u32,
-    /// The UDP port of all nodes.
+    /// The UDP port, equal on all nodes.
     pub port: u16,
-    /// The MAC address.
+    /// The MAC address of the device.
     pub mac: MacAddr,
-    /// The source address of outer packets; `None`: the kernel chooses it.
+    /// The source address of outer packets, or `None` if the kernel chooses it.
     pub local: Option<IpAddr>,
-    /// The device that outer packets leave by. `None`: routes decide, or the device is gone.
+    /// The device by which outer packets leave. `None` if the routing table decides, or if that
+    /// device was deleted.
     pub lower: Option<LinkName>,
     /// Whether the device learns forwarding entries from traffic.
     pub learning: bool,
@@ -44,10 +45,13 @@ impl LinkAttributes for Vxlan {
     /// to have no lower device.
     fn can_become(&self, to: &LinkKind) -> bool {
         let LinkKind::Vxlan(to) = to else { return false };
-        let family = |device: &Self| device.local.map(Family::of);
-        let same = (self.vni, self.port, self.gbp) == (to.vni, to.port, to.gbp);
-        let families = family(self).is_none() || family(to).is_none() || family(self) == family(to);
-        same && families && (to.lower.is_some() || self.lower.is_none())
+        let has_same_identity = self.vni == to.vni && self.port == to.port && self.gbp == to.gbp;
+        let has_same_family = match (self.local, to.local) {
+            (Some(local), Some(other)) => Family::of(local) == Family::of(other),
+            _ => true,
+        };
+        let keeps_lower = to.lower.is_some() || self.lower.is_none();
+        has_same_identity && has_same_family && keeps_lower
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::runtime::lock;
 
-/// A reader that takes no event for so long is not waited for.
+/// If a reader does not take an event for this time, nothing waits for it any longer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The events of one stream.

@@ -19,7 +19,7 @@ pub(super) trait Rules {
         Ok(())
     }
 
-    /// Whether the put only starts here, because another program makes the object.
+    /// Whether the put is only started, because another program creates the object.
     fn waits_for_its_maker(&self, _tables: &Tables) -> bool {
         false
     }
@@ -28,7 +28,7 @@ pub(super) trait Rules {
     fn before_replacing(&self, _old: &Object, _tables: &mut Tables) {}
 
     /// Whether a deletion of the object deletes `there`, which has the same key. A replacement with
-    /// another link or gateway stays.
+    /// another link or gateway is not deleted.
     fn deletes(&self, _there: &Object) -> bool {
         true
     }
@@ -82,14 +82,15 @@ impl Rules for Link {
 
     fn before_replacing(&self, old: &Object, tables: &mut Tables) {
         let Object::Link(old) = old else { return };
-        let (is, wanted) = (old.kind.attributes(), self.kind.attributes());
-        if !is.can_become(&self.kind) {
+        let attributes = old.kind.attributes();
+        if !attributes.can_become(&self.kind) {
             tables.drop_link(self.name);
         } else if old.up && !self.up {
             tables.drop_by_down(self.name);
-        } else if is.mac() != wanted.mac() {
-            let on_it = |key: &Key| matches!(key, Key::Neigh(link, _) if *link == self.name);
-            tables.objects.retain(|key, _| !on_it(key));
+        } else if attributes.mac() != self.kind.attributes().mac() {
+            tables
+                .objects
+                .retain(|key, _| !matches!(key, Key::Neigh(link, _) if *link == self.name));
         }
     }
 
@@ -98,7 +99,7 @@ impl Rules for Link {
     }
 }
 
-/// No kernel keeps records.
+/// A kernel does not keep records.
 impl Rules for Record {
     fn is_owned_by(&self, _: &Footprint, _: Option<LinkName>, _: u8) -> bool {
         false

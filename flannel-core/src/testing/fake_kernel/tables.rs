@@ -78,7 +78,7 @@ impl Tables {
         }
     }
 
-    /// Notifies all listeners except for the writer. Writer 0 is no listener: all are notified.
+    /// Notifies all listeners except for the writer. For writer 0, all listeners are notified.
     pub(super) fn publish(&mut self, writer: u32, invalidation: &Invalidation) {
         self.listeners.retain(|listener| {
             if listener.port == writer {
@@ -89,7 +89,7 @@ impl Tables {
         });
     }
 
-    /// Whether a link is up; `ENODEV` if there is none.
+    /// Whether a link is up. Fails with `ENODEV` if the link does not exist.
     pub(super) fn is_up(&self, name: LinkName) -> Result<bool, KernelError> {
         if let Some(foreign) = self.foreign.get(&name) {
             return Ok(foreign.up);
@@ -102,8 +102,9 @@ impl Tables {
 
     /// Deletes the objects that the kernel deletes when a device goes down.
     pub(super) fn drop_by_down(&mut self, name: LinkName) {
-        let dropped = |o: &Object| o.link() == Some(name) && rules(o).goes_when_device_is_down();
-        self.objects.retain(|_, entry| !dropped(&entry.object));
+        self.objects.retain(|_, Entry { object, .. }| {
+            object.link() != Some(name) || !rules(object).goes_when_device_is_down()
+        });
         self.drop_orphans();
     }
 
@@ -149,7 +150,17 @@ impl Tables {
         });
     }
 
-    /// The device that a route leaves by, itself or through its nexthop object.
+    /// The destinations of the routes with our protocol that use a nexthop object.
+    pub(super) fn routes_by(&self, id: u32) -> Vec<Subnet> {
+        let ours = self.objects.values().filter(|entry| entry.protocol == ROUTE_PROTOCOL);
+        ours.filter_map(|entry| match &entry.object {
+            Object::Route(Route { dst, via: Via::Nexthop(by), .. }) if *by == id => Some(*dst),
+            _ => None,
+        })
+        .collect()
+    }
+
+    /// The device by which packets of a route leave, also if the route uses a nexthop object.
     pub(super) fn link_of(&self, object: &Object) -> Option<LinkName> {
         match object {
             Object::Route(Route { via: Via::Nexthop(id), .. }) => {
@@ -161,10 +172,10 @@ impl Tables {
 
     /// The foreign link that has a subnet with this address on it.
     pub(super) fn on_link(&self, address: IpAddr) -> Option<LinkName> {
-        let on = |foreign: &Foreign| {
+        let link = self.foreign.iter().find(|(_, foreign)| {
             foreign.up && foreign.on_link.iter().any(|subnet| subnet.contains(address))
-        };
-        self.foreign.iter().find(|(_, foreign)| on(foreign)).map(|(name, _)| *name)
+        });
+        link.map(|(name, _)| *name)
     }
 
     pub(super) fn put(&mut self, writer: u32, object: &Object) -> Outcome {
@@ -188,7 +199,8 @@ impl Tables {
         Outcome::Done
     }
 
-    /// Records the call of a put. The error is that of a fault, or of the kernel's rules.
+    /// Records the call of a put. Fails if a fault matches, or if a rule of the kernel forbids the
+    /// put.
     fn may_put(&mut self, object: &Object) -> Result<(), KernelError> {
         let key = object.key();
         let exists = self.objects.contains_key(&key);

@@ -55,7 +55,8 @@ pub(super) fn nexthop_ids_are_ours_or_foreign(fixture: &Fixture<'_>) {
     let gateway = |n| peer(Family::V4, n);
     let on_uplink =
         |id, n| Nexthop { id, link: fixture.uplink, gateway: gateway(n), onlink: false };
-    let (inside, outside) = (on_uplink(id, 7), on_uplink(77, 8));
+    let inside = on_uplink(id, 7);
+    let outside = on_uplink(77, 8);
     let by = |dst: Subnet, id| Object::from(Route { dst, via: Via::Nexthop(id), mtu: None });
     let elsewhere: Subnet = "10.99.0.0/24".parse().expect("a subnet");
     let objects = [inside.into(), outside.into(), by(subnet(Family::V4, 7), id), by(elsewhere, 77)];

@@ -36,13 +36,7 @@ fn settings() -> DaemonConfig {
 
 fn iface() -> ExternalInterface {
     let address: Dual<_> = [[192, 0, 2, 1].into()].into_iter().collect();
-    ExternalInterface {
-        name: "eth0".parse().unwrap(),
-        mtu: 1500,
-        address,
-        public: address,
-        reason: "test".into(),
-    }
+    ExternalInterface::new("eth0".parse().unwrap(), 1500, address).with_reason("test")
 }
 
 async fn backends(record: &BackendRecord, kind: &str) -> ActiveBackends {

@@ -116,13 +116,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(3590);
 
     fn smaller() -> InterfaceState {
-        let iface = ExternalInterface {
-            name: "eth0".parse().unwrap(),
-            mtu: 1300,
-            address: Dual::default(),
-            public: Dual::default(),
-            reason: String::new(),
-        };
+        let iface = ExternalInterface::new("eth0".parse().unwrap(), 1300, Dual::default());
         InterfaceState::Other {
             now: Box::new(iface),
             difference: "eth0 has the MTU 1300 now, not 1500".into(),

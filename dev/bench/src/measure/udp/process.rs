@@ -45,10 +45,7 @@ pub(super) fn measure(count: u32, interrupter: &Interrupter) -> anyhow::Result<F
     let udp = json!({ "Type": "udp", "Path": "process" });
     let pair = Pair::start_with(lab, udp, &["--path-interval=0"], interrupter, |registry| {
         for lease in leases(count, Families::Ipv4).iter() {
-            let attrs = LeaseAttrs::from(Offer {
-                public: lease.attrs.preferred.public,
-                ..Offer::default()
-            });
+            let attrs = LeaseAttrs::from(Offer::new(lease.attrs.preferred.public));
             std::fs::create_dir_all(registry.join("subnets"))?;
             std::fs::write(
                 registry.join("subnets").join(lease.subnets.to_string()),

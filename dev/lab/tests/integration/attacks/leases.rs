@@ -56,7 +56,7 @@ fn copied(victim: &LeaseAttrs, with_public: bool) -> Offer {
 fn ordinary(victim: &LeaseAttrs) -> Offer {
     let offer = copied(victim, false);
     let data = offer.data.map(|_, _| r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:66"}"#.into());
-    Offer { data, ..offer }
+    offer.with_data(data)
 }
 
 #[test]
