@@ -60,9 +60,11 @@ impl Backend for Tunnel {
 
 #[tokio::test]
 async fn a_network_waits_for_a_device_that_another_program_makes() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::new("10.1.0.0/16"));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::new("10.1.0.0/16");
     let address: Dual<IpAddr> = [IpAddr::from([192, 0, 2, 1])].into_iter().collect();
-    let (name, reason) = ("eth0".parse().unwrap(), "test".into());
+    let name = "eth0".parse().unwrap();
+    let reason = "test".into();
     let uplink = ExternalInterface { name, mtu: 1500, address, public: address, reason };
     let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));
     let config = subnets.network_config().await.unwrap();
