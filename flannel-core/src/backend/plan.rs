@@ -20,7 +20,7 @@ pub type Plan =
 
 /// The lookups that a plan may make. When an answer changes, the plan is called again.
 pub struct Env<'a> {
-    on_link: &'a Answer<'a>,
+    on_link: &'a ReachLookup<'a>,
     asked: RefCell<BTreeMap<IpAddr, Option<Reach>>>,
     advice: RefCell<Vec<Advice>>,
 }
@@ -81,12 +81,12 @@ impl From<&RouteAnswer> for Reach {
     }
 }
 
-/// A function that finds out how packets reach an address. `None`: the kernel cannot answer.
-pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Reach> + 'a;
+/// A function that looks up how packets reach an address. It returns `None` if the lookup fails.
+pub type ReachLookup<'a> = dyn Fn(IpAddr) -> Option<Reach> + 'a;
 
 impl<'a> Env<'a> {
-    /// An environment that answers with `on_link`.
-    pub fn new(on_link: &'a Answer<'a>) -> Self {
+    /// An environment whose lookups call `on_link`.
+    pub fn new(on_link: &'a ReachLookup<'a>) -> Self {
         Self { on_link, asked: RefCell::default(), advice: RefCell::default() }
     }
 
@@ -104,7 +104,8 @@ impl<'a> Env<'a> {
         answer.and_then(Reach::link)
     }
 
-    /// The addresses that the plan looked up, with the answers of [`Answer`], and its advice.
+    /// The addresses that the plan looked up, with the results of the [`ReachLookup`], and its
+    /// advice.
     pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Reach>>, Vec<Advice>) {
         (self.asked.into_inner(), self.advice.into_inner())
     }
