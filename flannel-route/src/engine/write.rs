@@ -225,8 +225,7 @@ impl Engine {
 
     /// Adds the put of an object to a batch, with further puts that it needs.
     fn push_put(&self, batch: &mut Vec<Change>, key: &Key, cause: Cause, object: Object) {
-        // The repair of a nexthop object may come later than its route. Without it, the kernel
-        // would refuse the route.
+        // The kernel refuses a route without its nexthop object, whose repair has a later turn.
         if matches!(cause, Cause::Lease(_))
             && let Object::Route(Route { via: Via::Nexthop(id), .. }) = object
             && let Some(nexthop) = self.table.get(&Key::Nexthop(id))
