@@ -14,7 +14,7 @@ use flannel_core::object::{
 };
 use flannel_core::status::Rejection;
 use flannel_core::{Lease, Subnet, Subnets};
-use flannel_route::admission::{Admission, AdmissionRules, OfferPlan};
+use flannel_route::admission::{Admission, AdmissionRules, BackendPlan};
 
 /// The number of other nodes. Node `n` has the `n`th subnet.
 const NODES: u8 = 20;
@@ -92,8 +92,8 @@ fn admission() -> Admission {
     let networks = ["10.1.0.0/16".parse::<Subnet>().expect("a subnet")].into_iter().collect();
     let rules = AdmissionRules { networks, own: Some(honest(1)), ..AdmissionRules::default() };
     let plans = vec![
-        OfferPlan::new(Some("vxlan"), Box::new(vxlan)),
-        OfferPlan::new(Some("wireguard"), Box::new(wireguard)).with_handshakes(true),
+        BackendPlan::new(Some("vxlan"), Box::new(vxlan)),
+        BackendPlan::new(Some("wireguard"), Box::new(wireguard)).with_handshakes(true),
     ];
     Admission::new(rules, plans)
 }

@@ -9,7 +9,7 @@
 //!   killed with the processes of its group.
 //! - The tasks in place are kept in a directory, with their commands. So the command for a node
 //!   that has left is known after a restart, and after a change of the config. Without a directory
-//!   nothing is kept: after a restart all tasks are put in place again, and none is removed.
+//!   nothing is kept: a restart puts all tasks in place again, and does not remove any.
 //! - After a restart the tasks of peers are in place, and nothing is run for them. The task of this
 //!   node is run again at every start of the process. After a boot all tasks are run again.
 //! - The status of a task that failed has the exit status and the end of the output.

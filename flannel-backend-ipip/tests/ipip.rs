@@ -44,8 +44,8 @@ async fn a_route_for_every_peer_through_the_tunnel_or_without_it() {
     ] {
         let backend = format!(r#"{{"Type":"ipip","DirectRouting":{direct}}}"#);
         let config = CONFIG.replace(r#"{"Type":"ipip"}"#, &backend);
-        let (kernel, subnets) =
-            (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(&config));
+        let kernel = FakeKernel::with_uplink("eth0");
+        let subnets = FakeSubnets::with_config(&config);
         subnets.put_attrs("10.1.7.0-24", peer("192.0.2.7"));
         subnets.put_attrs("10.1.8.0-24", peer("203.0.113.8"));
         // The address of the tunnel of this node.

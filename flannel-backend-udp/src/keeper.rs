@@ -82,8 +82,9 @@ fn request(change: &Change) -> Result<Request, String> {
     }
 }
 
-/// The requests for changes, each with the places of its changes: one for those of the same kind
-/// that follow each other. The end of the process is the last one, because nobody answers after it.
+/// The requests for changes, each with the places of its changes. Changes of one kind that follow
+/// each other make one request. A request that ends the process comes last, because nobody answers
+/// after it.
 fn merged(requests: impl IntoIterator<Item = (usize, Request)>) -> Vec<(Request, Vec<usize>)> {
     let mut all: Vec<(Request, Vec<usize>)> = Vec::new();
     for (place, request) in requests {

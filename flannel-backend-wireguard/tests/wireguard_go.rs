@@ -23,7 +23,7 @@ use flannel_netlink::testing::{Netns, ip, run};
 use flannel_route::{Host, JoinOptions};
 use test_support::eventually;
 
-/// The first subnet is that of the node with the number `n`.
+/// A config whose first subnet belongs to the node with the number `n`.
 fn config(n: u8) -> String {
     let psk = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
     let backend =

@@ -17,7 +17,7 @@ use async_trait::async_trait;
 
 pub use self::blueprint::Blueprint;
 pub use self::datapath::{Datapath, Transport};
-pub use self::plan::{Advice, Answer, Env, Plan, Reach};
+pub use self::plan::{Advice, Env, Plan, Reach, ReachLookup};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 pub use self::source_check::SourceCheck;
 pub use self::underlay::{LocalEnd, underlay_mtu};

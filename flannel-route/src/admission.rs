@@ -1,29 +1,30 @@
 //! Admission decides which leases of a cluster a node accepts, and which kernel objects they
 //! define.
 //!
-//! - It is a pure function of the leases, the plans of the backends, and the kernel's answers to
-//!   the questions of these plans.
+//! - It is a pure function of the leases, the plans of the backends, and the results of the route
+//!   lookups that these plans make.
 //! - Every node accepts the same leases. Of two leases that clash, the one with the smaller
 //!   `Lease::precedence` is accepted.
 //! - The cost of a change depends on the leases that it touches, not on the size of the cluster.
 //!
-//! It is not an engine: it has no task, reads no kernel and writes nothing. `flannel-route` puts
-//! the objects into the kernel. You need this module only to write an engine of your own.
+//! It has no task and writes nothing. The route engine of this crate puts the objects into the
+//! kernel. You need this module only to write an engine of your own.
 //!
 //! | item | purpose |
 //! |---|---|
 //! | `Admission` | the peers of a node, accepted and rejected, with their objects |
-//! | `OfferPlan` | the plan for the leases of one backend type |
-//! | `Answers`, `StaleLookups` | the kernel's answers to plans, and those that may have changed |
-//! | `PathMtus` | the MTUs that the routes to peers get, where larger packets are lost |
+//! | `BackendPlan` | the plan for the leases of one backend type |
+//! | `RouteLookups` | looks up routes in a kernel for plans |
+//! | `StaleLookups` | the lookups whose results may have changed |
+//! | `PathMtus` | the MTUs of the routes to peers, where larger packets are lost |
 //!
-//! It needs no runtime. It does not block, except in a closure or kernel that you pass: `Answers`
-//! asks the kernel. The example has a plan with one route for each peer. It admits one lease and
+//! It needs no runtime. It blocks only in a closure or kernel that you pass: `RouteLookups` calls
+//! `Kernel::lookup`. The example has a plan with one route for each peer. It admits one lease and
 //! checks its objects:
 //!
 //! ```rust
 //! use std::sync::Arc;
-//! use flannel_route::admission::{Admission, AdmissionRules, OfferPlan};
+//! use flannel_route::admission::{Admission, AdmissionRules, BackendPlan};
 //! use flannel_core::Lease;
 //! use flannel_core::backend::Reach;
 //! use flannel_core::lease::{LeaseAttrs, Offer, Revision};
@@ -34,7 +35,7 @@
 //!     ..AdmissionRules::default()
 //! };
 //! let eth0 = "eth0".parse().unwrap();
-//! let plan = OfferPlan::new(Some("host-gw"), Box::new(move |subnets, offer, _env, objects| {
+//! let plan = BackendPlan::new(Some("host-gw"), Box::new(move |subnets, offer, _env, objects| {
 //!     for peer in offer.endpoints(subnets) {
 //!         let Some(gateway) = peer.public else { continue };
 //!         let via = Via::Gateway { gateway, link: eth0, onlink: false };
@@ -53,7 +54,7 @@
 //!     revision: Revision(1),
 //! });
 //! let changes = [(lease.subnets, Some(&lease))].into_iter();
-//! // The kernel's answers: the link of an address. This plan does not ask.
+//! // The closure looks up how packets reach an address. This plan makes no lookups.
 //! let changed = admission.update(changes, &|_address| Some(Reach::NotDirect));
 //! let added = changed.added.iter().flat_map(|id| admission.objects_of(*id));
 //! assert_eq!(
@@ -64,16 +65,18 @@
 
 mod admit;
 mod advisories;
+mod backend_plan;
 mod incumbents;
-mod link_lookups;
-mod offer_plan;
+mod lookup_results;
 mod path_mtus;
 mod peer_index;
+mod route_lookups;
 mod stale_lookups;
 mod winners;
 
 pub use admit::{Admission, AdmissionRules, Changed, Delta};
-pub use offer_plan::{Handshakes, OfferPlan};
+pub use backend_plan::{BackendPlan, Handshakes};
 pub use path_mtus::PathMtus;
-pub use peer_index::{Id, Peer};
-pub use stale_lookups::{Answers, StaleLookups};
+pub use peer_index::{PeerEntry, PeerId};
+pub use route_lookups::RouteLookups;
+pub use stale_lookups::{LookupScope, StaleLookups};

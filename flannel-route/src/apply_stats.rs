@@ -1,4 +1,4 @@
-//! Statistics: changes that were applied, and repairs. Their size is bounded.
+//! Statistics about applied changes and repairs. Their size is bounded.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use flannel_core::kernel::ChangedBy;
 use flannel_core::object::Object;
 use flannel_core::status::{Damage, Repair, Status};
 
-/// Repairs within this time are taken for one change by another program.
+/// Repairs within this time count as one change by another program.
 const APART: Duration = Duration::from_secs(1);
 
 /// The statistics of one network, in a status without other values.
@@ -16,7 +16,8 @@ const APART: Duration = Duration::from_secs(1);
 pub(crate) struct ApplyStats(pub(crate) Status);
 
 impl ApplyStats {
-    /// A change because of leases was applied, `after` their arrival.
+    /// Counts a change because of leases. It was applied `after` their arrival, or `None` if the
+    /// arrival is not known.
     pub(crate) fn applied(&mut self, after: Option<Duration>) {
         self.0.applied += 1;
         if let Some(after) = after {
@@ -24,7 +25,7 @@ impl ApplyStats {
         }
     }
 
-    /// The damage by another process was repaired.
+    /// Counts and lists the repair of damage by another process.
     pub(crate) fn repaired(
         &mut self,
         object: &Object,
@@ -36,10 +37,11 @@ impl ApplyStats {
         *repaired += 1;
         *repairs.entry((object.key().kind(), damage)).or_default() += 1;
         let mut repair = Repair::new(*repaired, damage, object.clone());
-        (repair.peer, repair.changed_by) = (peer, changed_by);
+        repair.peer = peer;
+        repair.changed_by = changed_by;
         last_repairs.push(Arc::new(repair));
-        // One of each second stays longer, so that one flush of all objects does not hide earlier
-        // ones.
+        // One repair of each second stays longer, so that a flush of all objects does not hide the
+        // earlier repairs.
         let Some(n) = last_repairs.len().checked_sub(Status::NEWEST_REPAIRS + 1) else { return };
         let before = n.checked_sub(1).map(|before| last_repairs[before].at);
         let apart = before.map(|before| last_repairs[n].at.duration_since(before));
@@ -59,11 +61,12 @@ mod tests {
 
     use super::*;
 
-    /// Repairs at these times, in milliseconds. Returns those that are listed.
+    /// Repairs at these times, in milliseconds. Returns the times of the listed ones.
     fn listed(times: impl Iterator<Item = u64>) -> Vec<u64> {
         let dst = "10.1.7.0/24".parse().unwrap();
         let route = Object::from(Route { dst, via: Via::Blackhole, mtu: None });
-        let (mut stats, begin) = (ApplyStats::default(), SystemTime::UNIX_EPOCH);
+        let mut stats = ApplyStats::default();
+        let begin = SystemTime::UNIX_EPOCH;
         for time in times {
             stats.repaired(&route, Damage::Deletion, None, None);
             // The next one looks at it.

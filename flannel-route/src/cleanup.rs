@@ -1,8 +1,8 @@
-//! Cleanup: removes the objects of a network from the kernel: all of them, or only those that Go
-//! flannel cannot handle.
+//! Cleanup removes the objects of a network from the kernel, or only the objects that Go flannel
+//! cannot handle.
 //!
-//! The objects follow from the network config ([`Backend::footprint`](flannel_core::Backend)), so
-//! a host without a lease can be cleaned.
+//! The network config determines the objects ([`Backend::footprint`](flannel_core::Backend)). So
+//! cleanup needs no lease.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -17,16 +17,17 @@ use flannel_core::object::{Change, Key, Nexthop, Object, ObjectSet, Route, Via};
 use flannel_core::{Kernel, Subnet};
 use libc::{EBUSY, EINVAL};
 
-/// The pause after a batch, so that other threads can use the kernel handle.
-const TURN: Duration = Duration::from_micros(200);
+/// The pause between batches, so that other threads can use the kernel handle.
+const PAUSE: Duration = Duration::from_micros(200);
 
-/// The changes of a cleanup; with `dry_run`, those that it would make.
+/// The changes that a cleanup has made or, with `dry_run`, would make.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleanup {
-    /// Changes that were made, in order.
+    /// The changes that were made, in order.
     pub done: Vec<Change>,
-    /// Changes that the kernel refused, or that were not tried: `EBUSY`, because the kernel would
-    /// delete a foreign route or group too; `EINVAL`, for a route by a foreign nexthop object.
+    /// The changes that the kernel refused or that were not tried. Two errors mean that a change
+    /// was not tried: `EBUSY`, because the kernel would delete a foreign route or group too, and
+    /// `EINVAL`, because a route uses a foreign nexthop object.
     pub failed: Vec<(Change, KernelError)>,
 }
 
@@ -46,7 +47,8 @@ pub struct Cleanup {
 /// use flannel_route::cleanup;
 ///
 /// # fn main() -> Result<(), flannel_core::kernel::KernelError> {
-/// let (kernel, link) = (FakeKernel::with_uplink("eth0"), "eth0".parse().unwrap());
+/// let kernel = FakeKernel::with_uplink("eth0");
+/// let link = "eth0".parse().unwrap();
 /// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link, onlink: false };
 /// let dst = "10.1.7.0/24".parse().unwrap();
 /// kernel.foreign_put(Route { dst, via, mtu: None }, ROUTE_PROTOCOL);
@@ -98,9 +100,10 @@ pub fn remove_former(
         ..Footprint::default()
     };
     let block = NexthopBlock::choose(kernel, footprint)?.0;
-    let is_covered = |dst: &Subnet| footprint.networks.iter().any(|network| network.covers(dst));
     let is_former = |object: &Object| match object {
-        Object::Route(route) => !is_covered(&route.dst),
+        Object::Route(route) => {
+            !footprint.networks.iter().any(|network| network.covers(&route.dst))
+        }
         Object::Nexthop(nexthop) => {
             !block.is_some_and(|block| block.contains(nexthop.id))
                 && !footprint.links.contains(&nexthop.link)
@@ -117,16 +120,18 @@ fn remove(
     meant: impl Fn(&Object) -> bool,
     dry_run: bool,
 ) -> Result<Cleanup, KernelError> {
-    let (footprint, there) = read(kernel, footprint)?;
-    let users = kernel.nexthop_users(&there)?;
+    let Present { footprint, objects } = read(kernel, footprint)?;
+    let users = kernel.nexthop_users(&objects)?;
     let mut report = Cleanup::default();
-    let deletion = |object: &Object| match object {
-        Object::Nexthop(nexthop) if !footprint.links.contains(&nexthop.link) => {
-            report.unless_used(*nexthop, &users)
+    let mut changes = Vec::new();
+    for object in objects.iter().rev().filter(|object| meant(object)) {
+        match object {
+            Object::Nexthop(nexthop) if !footprint.links.contains(&nexthop.link) => {
+                changes.extend(report.unless_used(*nexthop, &users));
+            }
+            object => changes.push(Change::Delete(object.clone())),
         }
-        object => Some(Change::Delete(object.clone())),
-    };
-    let changes = there.iter().rev().filter(|object| meant(object)).filter_map(deletion).collect();
+    }
     report.carry_out(kernel, &footprint, changes, dry_run);
     Ok(report)
 }
@@ -150,55 +155,62 @@ pub fn ready_for_go(
     footprint: &Footprint,
     dry_run: bool,
 ) -> Result<Cleanup, KernelError> {
-    let (footprint, there) = read(kernel, footprint)?;
-    let users = kernel.nexthop_users(&there)?;
+    let Present { footprint, objects } = read(kernel, footprint)?;
+    let users = kernel.nexthop_users(&objects)?;
     let mut report = Cleanup::default();
     let mut changes = Vec::new();
-    for object in there.iter() {
+    for object in objects.iter() {
         let Object::Route(route) = object else { continue };
-        let Via::Nexthop(id) = route.via else {
-            let drops = matches!(route.via, Via::LastResort | Via::Blackhole);
-            changes.extend(drops.then(|| Change::Delete(object.clone())));
-            continue;
-        };
-        match there.get(&Key::Nexthop(id)) {
-            Some(Object::Nexthop(Nexthop { link, gateway, onlink, .. })) => {
-                let via = Via::Gateway { gateway: *gateway, link: *link, onlink: *onlink };
-                changes.push(Change::Put(Route { via, ..*route }.into()));
-            }
-            _ => {
-                let detail =
-                    format!("nexthop id {id} is no single gateway of ours: replace the route");
-                let error = KernelError::explained(EINVAL, detail);
-                report.failed.push((Change::Put(object.clone()), error));
-            }
+        match route.via {
+            Via::Nexthop(id) => match objects.get(&Key::Nexthop(id)) {
+                Some(Object::Nexthop(Nexthop { link, gateway, onlink, .. })) => {
+                    let via = Via::Gateway { gateway: *gateway, link: *link, onlink: *onlink };
+                    changes.push(Change::Put(Route { via, ..*route }.into()));
+                }
+                _ => {
+                    let detail =
+                        format!("nexthop id {id} is no single gateway of ours: replace the route");
+                    let error = KernelError::explained(EINVAL, detail);
+                    report.failed.push((Change::Put(object.clone()), error));
+                }
+            },
+            Via::LastResort | Via::Blackhole => changes.push(Change::Delete(object.clone())),
+            _ => {}
         }
     }
     report.carry_out(kernel, &footprint, changes, dry_run);
-    let nexthop = |(change, _): &(Change, _)| match there.get(&change.object().key()) {
-        Some(Object::Route(Route { via: Via::Nexthop(id), .. })) => Some(*id),
-        _ => None,
-    };
-    let needed: BTreeSet<u32> = report.failed.iter().filter_map(nexthop).collect();
-    let nexthops = there.iter().filter_map(|object| match object {
-        Object::Nexthop(nexthop) if !needed.contains(&nexthop.id) => Some(*nexthop),
-        _ => None,
-    });
-    let changes = nexthops.filter_map(|nexthop| report.unless_used(nexthop, &users)).collect();
+    // A route that was not replaced still needs its nexthop object.
+    let mut needed = BTreeSet::new();
+    for (change, _) in &report.failed {
+        if let Some(Object::Route(route)) = objects.get(&change.object().key())
+            && let Via::Nexthop(id) = route.via
+        {
+            needed.insert(id);
+        }
+    }
+    let mut changes = Vec::new();
+    for object in objects.iter() {
+        if let Object::Nexthop(nexthop) = object
+            && !needed.contains(&nexthop.id)
+        {
+            changes.extend(report.unless_used(*nexthop, &users));
+        }
+    }
     report.carry_out(kernel, &footprint, changes, dry_run);
     Ok(report)
 }
 
-/// Removes the routes that Go flannel left on the external interface: those of host-gw, and of
-/// vxlan with `DirectRouting`. They have the protocol of routes that scripts add
+/// Removes the routes that Go flannel left on the external interface with host-gw, or with vxlan
+/// and `DirectRouting`. They have the protocol of routes that scripts add
 /// ([`GO_ROUTE_PROTOCOL`](flannel_core::kernel::GO_ROUTE_PROTOCOL)). So a route is removed only if
 /// it also has a gateway, the default metric, and a destination inside the pod networks. The prefix
-/// length of the destination must be the one in `lens` for its family (the config's `SubnetLen`).
+/// length of the destination must be the length in `lens` for its family, which is the `SubnetLen`
+/// of the config.
 ///
 /// Call it at the first start after Go flannel, once the network is
 /// [`settled`](flannel_core::status::Status::settled). By then it has replaced the routes to its
-/// peers, except for those that the kernel refused. `keeps` returns true for a destination whose
-/// route must stay.
+/// peers, except for the routes that the kernel refused. `keeps` returns true for a destination
+/// whose route must stay.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.
@@ -231,16 +243,24 @@ pub fn remove_go_routes(
     Ok(report)
 }
 
-/// The objects of `footprint`, and `footprint` with the ids of its nexthop objects.
-fn read(kernel: &dyn Kernel, footprint: &Footprint) -> Result<(Footprint, ObjectSet), KernelError> {
+/// What the kernel has of a footprint.
+struct Present {
+    /// The footprint with the ids of its nexthop objects.
+    footprint: Footprint,
+    objects: ObjectSet,
+}
+
+/// Reads the objects of `footprint`.
+fn read(kernel: &dyn Kernel, footprint: &Footprint) -> Result<Present, KernelError> {
     let mut footprint = footprint.clone();
     footprint.nexthops = NexthopBlock::choose(kernel, &footprint)?.0;
-    let there = kernel.snapshot(&footprint)?;
-    Ok((footprint, there))
+    let objects = kernel.snapshot(&footprint)?;
+    Ok(Present { footprint, objects })
 }
 
 impl Cleanup {
-    /// The deletion of a nexthop object. If it has another user, reports that.
+    /// The deletion of a nexthop object. If another program uses the nexthop object, adds the
+    /// deletion to the failed changes and returns `None`.
     fn unless_used(&mut self, nexthop: Nexthop, users: &BTreeMap<u32, String>) -> Option<Change> {
         let change = Change::Delete(nexthop.into());
         let Some(user) = users.get(&nexthop.id) else { return Some(change) };
@@ -252,6 +272,7 @@ impl Cleanup {
         None
     }
 
+    /// Makes the changes or, with `dry_run`, only lists them.
     fn carry_out(
         &mut self,
         kernel: &dyn Kernel,
@@ -280,13 +301,13 @@ impl Cleanup {
     }
 }
 
-/// Pauses before each batch but the first one, with the number 0.
+/// Pauses before each batch except the first one, which has the number 0.
 #[allow(
     clippy::disallowed_methods,
     reason = "the lock of the kernel is unfair: there is no condition to wait for"
 )]
 fn pause_before(batch: usize) {
     if batch > 0 {
-        std::thread::sleep(TURN);
+        std::thread::sleep(PAUSE);
     }
 }

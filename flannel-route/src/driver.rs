@@ -1,8 +1,8 @@
 //! The driver: the task of a kernel network.
 //!
 //! Work is done in rounds, one at a time, on a thread that may block. Questions are answered on
-//! such a thread too, because the kernel may be slow. The [listener](crate::listener) has its own
-//! thread.
+//! such a thread too, because the kernel may be slow. The [listener](crate::event_listener) has its
+//! own thread.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::admission::{Handshakes, PathMtus};
 use crate::engine::{Engine, Inputs};
+use crate::event_listener::EventListener;
 use crate::gated_kernel::GatedKernel;
 use crate::kernel_network::{EngineOptions, KernelNetwork};
-use crate::listener::Listener;
-use crate::schedule::{Done, Permits, Schedule};
+use crate::schedule::{Permits, RoundSummary, Schedule};
 use flannel_core::kernel::{Invalidation, ProcessNames};
 use flannel_core::lease::View;
 use flannel_core::network::{Ended, Question};
@@ -24,36 +24,44 @@ use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
 use flannel_core::{Kernel, Result};
 
-/// The one loop that owns the engine.
+/// The loop that owns the engine.
 pub(crate) struct Driver {
     kernel: Arc<GatedKernel>,
     names: Option<Arc<dyn ProcessNames>>,
-    /// `None` while a round has it.
+    /// `None` while a round has the engine.
     engine: Option<Box<Engine>>,
     status: watch::Sender<Arc<Status>>,
     views: watch::Receiver<View>,
     mtus: watch::Receiver<PathMtus>,
     handshakes: watch::Receiver<Handshakes>,
-    /// The arrival of an input that was not taken in yet.
+    /// The arrival of the first input that was not taken in yet, or `None` if all were.
     arrived: Option<Instant>,
     questions: mpsc::Receiver<Question>,
     /// The questions that the next round answers first.
     asked: Vec<Question>,
-    listener: Arc<Listener>,
+    listener: Arc<EventListener>,
     schedule: Schedule,
 }
 
-/// The work of a round, besides the engine's own.
+/// The work of a round.
 struct Round {
+    /// The questions that are answered first.
     questions: Vec<Question>,
-    inputs: Option<(Inputs, Instant)>,
+    inputs: Option<NewInputs>,
     events: Vec<Invalidation>,
     permits: Permits,
 }
 
-struct Outcome {
+/// Inputs that the engine has not taken in yet.
+struct NewInputs {
+    inputs: Inputs,
+    arrived: Instant,
+}
+
+/// What a round returns.
+struct FinishedRound {
     engine: Box<Engine>,
-    /// The time that the questions of plans took; `None` if they were not asked.
+    /// The time that the lookups of plans took, or `None` if none was repeated.
     rechecked: Option<Duration>,
 }
 
@@ -63,11 +71,12 @@ impl Round {
         self,
         mut engine: Box<Engine>,
         gated: &GatedKernel,
-        listener: &Listener,
+        listener: &EventListener,
         names: Option<&dyn ProcessNames>,
-    ) -> Outcome {
+    ) -> FinishedRound {
         let kernel = &*gated.kernel;
-        // Before the state changes. So a status that is read after an answer is as new as that.
+        // The state changes after the answers. So a status that is read after an answer is not
+        // older than the answer.
         answer(self.questions, &engine, kernel);
         // Listen first, then read: changes in between become events.
         if self.permits.listen {
@@ -75,14 +84,14 @@ impl Round {
             engine.invalidate(&Invalidation::Everything, names);
         }
         self.events.iter().for_each(|event| engine.invalidate(event, names));
-        let urgent = self.permits.recheck_urgent && engine.lookups.is_urgent();
-        let recheck = urgent || self.permits.recheck && engine.lookups.is_any();
+        let urgent = self.permits.recheck_urgent && engine.stale_lookups.is_urgent();
+        let recheck = urgent || self.permits.recheck && engine.stale_lookups.is_any();
         let rechecked = recheck.then(|| {
             let started = Instant::now();
             engine.recheck_lookups(kernel);
             started.elapsed()
         });
-        if let Some((inputs, arrived)) = self.inputs {
+        if let Some(NewInputs { inputs, arrived }) = self.inputs {
             engine.view(&inputs, arrived, kernel);
         }
         if self.permits.retry {
@@ -91,7 +100,7 @@ impl Round {
         // A closed gate means that the driver was dropped.
         let _ = engine.settle(gated, self.permits.read);
         listener.end_round();
-        Outcome { engine, rechecked }
+        FinishedRound { engine, rechecked }
     }
 }
 
@@ -101,14 +110,14 @@ fn answer(questions: Vec<Question>, engine: &Engine, kernel: &dyn Kernel) {
         match question {
             Question::Explain(address, reply) => reply.send(engine.explain(address, kernel)),
             Question::Waiting(reply) => reply.send(engine.waiting()),
-            // Dropped, so that nobody waits for the answer.
+            // An unknown question is dropped, so that nobody waits for an answer.
             _ => {}
         }
     }
 }
 
-/// Nothing is written after this is dropped.
 impl Drop for Driver {
+    /// Waits for the batch that is being applied. Nothing is written afterwards.
     fn drop(&mut self) {
         self.kernel.close();
     }
@@ -155,11 +164,13 @@ impl Driver {
         let kernel = Arc::clone(&self.kernel);
         let listener = Arc::clone(&self.listener);
         let names = self.names.clone();
-        let work = move || round.work(engine, &kernel, &listener, names.as_deref());
-        let Outcome { mut engine, rechecked } = self.on_a_thread(work).await;
+        let finished = self
+            .on_a_thread(move || round.work(engine, &kernel, &listener, names.as_deref()))
+            .await;
+        let FinishedRound { mut engine, rechecked } = finished;
         let newly_failing = std::mem::take(&mut engine.table.newly_failing);
-        let done = Done { started, repairs, rechecked, newly_failing };
-        self.schedule.note(Instant::now(), &done, &engine, &self.listener);
+        let summary = RoundSummary { started, repairs, rechecked, newly_failing };
+        self.schedule.note(Instant::now(), &summary, &engine, &self.listener);
         self.publish(&engine);
         self.engine = Some(engine);
     }
@@ -169,11 +180,13 @@ impl Driver {
         let Some(engine) = self.engine.take() else { return };
         let questions = std::mem::take(&mut self.asked);
         let kernel = Arc::clone(&self.kernel);
-        let work = move || {
-            answer(questions, &engine, &*kernel.kernel);
-            engine
-        };
-        self.engine = Some(self.on_a_thread(work).await);
+        let engine = self
+            .on_a_thread(move || {
+                answer(questions, &engine, &*kernel.kernel);
+                engine
+            })
+            .await;
+        self.engine = Some(engine);
     }
 
     /// Does work on a thread that may block, and notes the arrival of inputs meanwhile.
@@ -199,12 +212,12 @@ impl Driver {
         if permits.resync {
             self.listener.invalidate_everything();
         }
-        // The last view counts, even if there will be no more.
+        // The last view counts, even if the channel is closed.
         let inputs = self.arrived.take().map(|arrived| {
             let view = self.views.borrow_and_update().clone();
             let mtus = self.mtus.borrow_and_update().clone();
             let handshakes = self.handshakes.borrow_and_update().clone();
-            (Inputs { view, mtus, handshakes }, arrived)
+            NewInputs { inputs: Inputs { view, mtus, handshakes }, arrived }
         });
         let questions = std::mem::take(&mut self.asked);
         Round { questions, inputs, events: self.listener.begin_round(), permits }
@@ -223,7 +236,7 @@ impl Driver {
         });
     }
 
-    /// Waits until there is something to do; false if there will be no more views.
+    /// Waits until there is something to do. Returns false if there will be no more views.
     async fn wait(&mut self) -> bool {
         if self.engine.as_ref().is_some_and(|engine| engine.is_unfinished()) {
             while let Ok(question) = self.questions.try_recv() {
@@ -244,7 +257,7 @@ impl Driver {
                     Ok(()) => self.arrived = Some(Instant::now()),
                     Err(_) => return false,
                 },
-                // Without a sender there are no more.
+                // An error means that the sender was dropped, and that nothing more will come.
                 Ok(()) = self.mtus.changed() => self.arrived = Some(Instant::now()),
                 Ok(()) = self.handshakes.changed() => self.arrived = Some(Instant::now()),
                 Some(question) = self.questions.recv() => {

@@ -1,8 +1,9 @@
 //! The engine: makes the kernel equal to the desired objects, from any state that it finds.
 //!
 //! An object without a row in the [table](table::Table) is assumed to be in the kernel as desired.
-//! An event from the kernel only invalidates objects. A single invalid object is put again; more
-//! than that is read with a snapshot. The engine has no task: the [driver](crate::driver) calls it.
+//! An event from the kernel only invalidates objects. Single invalid objects are put again. If the
+//! event does not name them, a snapshot is read. The engine has no task: the
+//! [driver](crate::driver) calls it.
 
 mod ahead;
 mod desired;
@@ -14,8 +15,6 @@ mod survey;
 mod table;
 mod write;
 
-use std::sync::Arc;
-
 use tokio::time::Instant;
 
 use self::desired::Desired;
@@ -23,13 +22,15 @@ use self::queue::{Queue, SLICE};
 pub(crate) use self::survey::{Reads, Survey};
 use self::table::{Actual, Cause, Row, Table};
 pub(crate) use self::write::BATCH;
-use crate::admission::{Admission, Answers, Changed, Delta, Handshakes, PathMtus, StaleLookups};
+use crate::admission::{
+    Admission, Changed, Delta, Handshakes, PathMtus, RouteLookups, StaleLookups,
+};
 use crate::apply_stats::ApplyStats;
 use crate::nexthops::{Translated, translate, uses_nexthop};
+use flannel_core::Kernel;
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::object::{Key, Object, ObjectSet};
-use flannel_core::{Kernel, Lease, Subnets};
 
 /// The inputs of the engine, besides the kernel.
 #[derive(Debug)]
@@ -45,20 +46,29 @@ pub(crate) struct Engine {
     pub(crate) table: Table,
     queue: Queue,
     leases: LeaseSet,
-    /// The leases are complete and come from the store: objects may be deleted.
+    /// Whether the leases are complete and come from the store. Only then are objects deleted.
     live: bool,
-    pub(crate) lookups: StaleLookups,
+    pub(crate) stale_lookups: StaleLookups,
     pub(crate) survey: Survey,
     stats: ApplyStats,
-    /// The last round ended before it had done all that it could do.
+    /// Whether the last round ended although changes were due.
     unfinished: bool,
 }
 
 impl Engine {
     pub(crate) fn new(footprint: Footprint, base: ObjectSet, peers: Admission) -> Self {
-        let (table, queue, leases, lookups, survey, stats) = Default::default();
-        let (desired, live, unfinished) = (Desired::new(base, peers), false, false);
-        Self { footprint, desired, table, queue, leases, live, lookups, survey, stats, unfinished }
+        Self {
+            footprint,
+            desired: Desired::new(base, peers),
+            table: Table::default(),
+            queue: Queue::default(),
+            leases: LeaseSet::default(),
+            live: false,
+            stale_lookups: StaleLookups::default(),
+            survey: Survey::default(),
+            stats: ApplyStats::default(),
+            unfinished: false,
+        }
     }
 
     /// Adds blackholes to the node's own objects, before the first round.
@@ -67,14 +77,9 @@ impl Engine {
         self.desired.base.extend(objects);
     }
 
-    /// Takes in newer inputs, which arrived at `arrived`. New leases in
-    /// large numbers are queued.
-    pub(crate) fn view(
-        &mut self,
-        Inputs { view, mtus, handshakes }: &Inputs,
-        arrived: Instant,
-        kernel: &dyn Kernel,
-    ) {
+    /// Takes in newer inputs, which arrived at `arrived`. New leases in large numbers are queued.
+    pub(crate) fn view(&mut self, inputs: &Inputs, arrived: Instant, kernel: &dyn Kernel) {
+        let Inputs { view, mtus, handshakes } = inputs;
         let more = view.leases.len().saturating_sub(self.leases.len());
         self.desired.peers.make_room(more);
         let leases = std::mem::replace(&mut self.leases, view.leases.clone());
@@ -83,30 +88,30 @@ impl Engine {
         let mut changes: Vec<_> = view.leases.changes_since(&leases).collect();
         if changes.len() > SLICE {
             let peers = &self.desired.peers;
-            let is_new = |change: &mut (Subnets, Option<&Arc<Lease>>)| !peers.contains(&change.0);
-            let new = changes.extract_if(.., is_new).filter_map(|(_, lease)| lease.cloned());
-            self.queue.extend(new, arrived);
+            let new = changes.extract_if(.., |(subnets, _)| !peers.contains(subnets));
+            self.queue.extend(new.filter_map(|(_, lease)| lease.cloned()), arrived);
         }
         let mut again = self.desired.peers.set_path_mtus(mtus);
         again.extend(self.desired.peers.set_handshakes(handshakes));
-        changes
-            .extend(again.into_iter().filter_map(|key| Some((key, Some(view.leases.get(&key)?)))));
-        let answers = Answers::new(kernel);
-        let changed = self.desired.update(changes.into_iter(), &answers);
-        self.lookups.note(answers);
+        for subnets in again {
+            changes.extend(view.leases.get(&subnets).map(|lease| (subnets, Some(lease))));
+        }
+        let lookups = RouteLookups::new(kernel);
+        let changed = self.desired.update(changes.into_iter(), &lookups);
+        self.stale_lookups.note(lookups);
         self.take_all(changed, Some(arrived), |_, _| false);
     }
 
-    /// Repeats the lookups of plans whose answers may have changed.
+    /// Repeats the stale lookups, and plans the peers again whose plans got another result.
     pub(crate) fn recheck_lookups(&mut self, kernel: &dyn Kernel) {
-        let answers = Answers::new(kernel);
-        for under in self.lookups.take() {
-            let leases = self.desired.peers.recheck(under, &|a| answers.on_link(a));
+        let lookups = RouteLookups::new(kernel);
+        for scope in self.stale_lookups.take() {
+            let leases = self.desired.peers.recheck(scope, &|address| lookups.on_link(address));
             let changes = leases.iter().map(|lease| (lease.subnets, Some(lease)));
-            let changed = self.desired.update(changes, &answers);
+            let changed = self.desired.update(changes, &lookups);
             self.take_all(changed, None, |_, _| false);
         }
-        self.lookups.note(answers);
+        self.stale_lookups.note(lookups);
     }
 
     /// Whether there is work for [`Engine::settle`].
@@ -121,26 +126,28 @@ impl Engine {
         !self.queue.is_empty()
     }
 
-    /// Whether the last round ended before all work was done. Before the first snapshot, leases in
-    /// the queue do not count.
+    /// Whether the last round ended before all work was done. Leases in the queue count only after
+    /// the first snapshot.
     pub(crate) fn is_unfinished(&self) -> bool {
         self.unfinished || (self.has_queue() && self.survey.reads.done > 0)
     }
 
-    /// Takes in changed definitions. The objects of new peers that are not `there` get rows.
+    /// Takes in changed definitions. An object of a new peer gets a row, unless `is_there` returns
+    /// true for it.
     fn take_all(
         &mut self,
         changed: Changed,
         arrived: Option<Instant>,
-        there: impl Fn(&Key, &Object) -> bool,
+        is_there: impl Fn(&Key, &Object) -> bool,
     ) {
         self.take_deltas(changed.deltas, arrived);
-        let (desired, table) = (&self.desired, &mut self.table);
+        let desired = &self.desired;
+        let table = &mut self.table;
         for id in changed.added {
             desired.expand(desired.peers.objects_of(id), |object| {
                 let key = object.key();
-                if !there(&key, &object) {
-                    table.failing.remove(&key);
+                if !is_there(&key, &object) {
+                    table.forget_failure(&key);
                     table.insert(key, Row::new(Actual::Unknown, Cause::Lease(arrived)));
                 }
             });
@@ -159,10 +166,9 @@ impl Engine {
             let before = before.map(|object| translate(&object, old));
             let after = after.map(|object| translate(&object, new));
             if let Some(id) = new {
-                let part = |translated: &Option<Translated>| {
-                    translated.as_ref()?.nexthop.map(Object::from)
-                };
-                self.replace(Key::Nexthop(id), part(&before), part(&after), arrived);
+                let before = before.as_ref().and_then(Translated::nexthop);
+                let after = after.as_ref().and_then(Translated::nexthop);
+                self.replace(Key::Nexthop(id), before, after, arrived);
             }
             let before = before.map(|translated| translated.object);
             let after = after.map(|translated| translated.object);
@@ -188,17 +194,13 @@ impl Engine {
         match (before, after) {
             (before, after) if before == after => {}
             (_, Some(_)) => self.table.insert(key, Row::new(Actual::Unknown, cause)),
-            // It was not put, so the object in the kernel is not ours.
-            (Some(before), None) if !self.owns(&before) => {
-                self.table.remove(&key);
-                self.table.failing.remove(&key);
-            }
+            // It was not put, so an object in the kernel with this key is not ours.
+            (Some(before), None) if !self.owns(&before) => drop(self.table.forget(&key)),
             (Some(before), None) => {
-                // The kernel may hold the refused object in another form, which `before` is not.
-                if self.table.remove(&key).is_some_and(|row| row.is_refused()) {
+                // The kernel may have an earlier form of an object whose change it refused.
+                if self.table.forget(&key).is_some_and(|row| row.is_refused()) {
                     self.survey.invalidate_additions();
                 }
-                self.table.failing.remove(&key);
                 self.table.insert(key, Row::new(Actual::Present(before), cause));
             }
             (None, None) => {}
@@ -209,10 +211,9 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admission::{AdmissionRules, OfferPlan};
+    use crate::admission::{AdmissionRules, BackendPlan};
     use crate::gated_kernel::GatedKernel;
     use crate::record_keepers::WithRecordKeepers;
-    use flannel_core::Subnet;
     use flannel_core::backend::Env;
     use flannel_core::kernel::{
         ChangedBy, Changes, Invalidation, KernelError, KernelEvent, Outcome, ROUTE_PROTOCOL,
@@ -224,9 +225,11 @@ mod tests {
     };
     use flannel_core::status::{Damage, ObjectState, Wait};
     use flannel_core::testing::{FakeKernel, Operation};
+    use flannel_core::{Lease, Subnet, Subnets};
     use std::collections::BTreeMap;
     use std::net::IpAddr;
-    use std::sync::Mutex;
+    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
 
     fn changed_by(protocol: u8) -> ChangedBy {
         let mut changed_by = ChangedBy::new(7);
@@ -347,7 +350,8 @@ mod tests {
             let plan =
                 move |subnets: &Subnets, offer: &Offer, _: &Env<'_>, objects: &mut Vec<Object>| {
                     for peer in offer.endpoints(subnets) {
-                        let (dst, link) = (peer.subnet, uplink());
+                        let dst = peer.subnet;
+                        let link = uplink();
                         let route = match peer.public.unwrap() {
                             IpAddr::V4(public) if public.is_private() => Route {
                                 dst,
@@ -371,11 +375,16 @@ mod tests {
                 routes_on: [uplink()].into(),
                 ..Footprint::default()
             };
-            let peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
+            let peers = Admission::new(rules, vec![BackendPlan::new(None, Box::new(plan))]);
             let kernel = FakeKernel::with_uplink("eth0");
             let engine = Engine::new(footprint, base, peers);
-            let (leases, mtus, notes) = Default::default();
-            Self { kernel, notes, engine, leases, mtus }
+            Self {
+                kernel,
+                notes: Notes::default(),
+                engine,
+                leases: LeaseSet::default(),
+                mtus: PathMtus::default(),
+            }
         }
 
         /// A world with these peers, all in place.
@@ -398,7 +407,8 @@ mod tests {
 
         fn view_from(&mut self, origin: Origin) {
             let view = View { leases: self.leases.clone(), origin };
-            let (mtus, handshakes) = (self.mtus.clone(), Handshakes::default());
+            let mtus = self.mtus.clone();
+            let handshakes = Handshakes::default();
             let inputs = Inputs { view, mtus, handshakes };
             self.engine.view(&inputs, Instant::now(), &self.kernel);
         }
@@ -631,8 +641,9 @@ mod tests {
 
     #[test]
     fn a_change_of_a_foreign_link_invalidates_nothing() {
-        let lookups =
-            |world: &World| (world.engine.lookups.is_any(), world.engine.lookups.is_urgent());
+        let lookups = |world: &World| {
+            (world.engine.stale_lookups.is_any(), world.engine.stale_lookups.is_urgent())
+        };
         for (link, unread, stale) in
             [("cali1", false, false), ("flannel.1", true, false), ("eth0", true, true)]
         {
@@ -708,7 +719,8 @@ mod tests {
             ("fd01::/48", "fd01:0:0:3::/64", 186, true),
         ];
         for (network, dst, protocol, unread) in cases {
-            let (mut world, dst) = (World::of(network.parse().unwrap()), dst.parse().unwrap());
+            let mut world = World::of(network.parse().unwrap());
+            let dst = dst.parse().unwrap();
             let public: [IpAddr; 2] = [[198, 51, 100, 3].into(), "2001:db8::3".parse().unwrap()];
             let attrs = LeaseAttrs::from(Offer::new(public.into_iter().collect()));
             let subnets = Subnets::new([dst]).unwrap();
@@ -753,7 +765,7 @@ mod tests {
         let expected =
             [*last, Key::Route(dst(199))].into_iter().chain(others.iter().copied()).chain(routes);
         assert_eq!(keys, expected.collect::<Vec<_>>());
-        assert!(world.engine.table.failing.is_empty());
+        assert!(world.engine.table.failures().is_empty());
     }
 
     #[test]
@@ -819,7 +831,8 @@ mod tests {
     fn an_added_route_on_our_device_is_found_wherever_it_leads() {
         for (link, unread) in [("flannel.1", true), ("eth0", false)] {
             let mut world = World::settled(2..5);
-            let (dst, via) = ("10.9.0.0/24".parse().unwrap(), Via::Link(link.parse().unwrap()));
+            let dst = "10.9.0.0/24".parse().unwrap();
+            let via = Via::Link(link.parse().unwrap());
             let added = KernelEvent::Present(Route { dst, via, mtu: None }.into());
             world.invalidate(&Invalidation::Objects(vec![added], Some(changed_by(3))));
             assert_eq!(world.engine.survey.is_unread(), unread, "{link}");

@@ -1,4 +1,4 @@
-//! A network that runs itself and gets only the accepted leases of peers.
+//! A network that a backend built itself, and that gets only the accepted leases of peers.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use flannel_core::network::{Ended, NetworkHandle};
 use flannel_core::{Lease, Network, Result, Subnet, Subnets};
 use tokio::sync::watch;
 
-use crate::admission::{Admission, AdmissionRules, OfferPlan};
+use crate::admission::{Admission, AdmissionRules, BackendPlan};
 
-/// A network that a backend built, behind the admission of its peers. Leases are untrusted. A
-/// backend that had to check them itself could forget it.
+/// A network that a backend built itself. It gets only the leases that admission accepts: leases
+/// are untrusted, and a backend that had to check them itself could forget it.
 #[derive(Debug)]
 pub(crate) struct FilteredNetwork {
     inner: Box<dyn Network>,
@@ -21,8 +21,8 @@ pub(crate) struct FilteredNetwork {
 }
 
 impl FilteredNetwork {
-    /// Passes to `inner` the leases of the peers of `own` that have an offer of `lease_type`, lie
-    /// inside the pod `networks`, and do not clash.
+    /// A network that passes to `inner` the leases of peers that have an offer of `lease_type`, lie
+    /// inside the pod `networks`, and do not clash with `own` or with one another.
     pub(crate) fn new(
         inner: Box<dyn Network>,
         own: Lease,
@@ -75,7 +75,7 @@ impl std::fmt::Debug for ViewFilter {
 impl ViewFilter {
     fn new(own: Lease, networks: Dual<Subnet>, lease_type: &'static str) -> Self {
         // Peers define no kernel objects here.
-        let plan = OfferPlan::new(Some(lease_type), Box::new(|_, _, _, _| Ok(())));
+        let plan = BackendPlan::new(Some(lease_type), Box::new(|_, _, _, _| Ok(())));
         let subnets = own.subnets;
         let rules =
             AdmissionRules { networks, own: Some(Arc::new(own)), ..AdmissionRules::default() };
@@ -83,8 +83,8 @@ impl ViewFilter {
         Self { admission, leases: LeaseSet::default(), own: subnets }
     }
 
-    /// The next view, without this node's lease and the rejected ones. The cost depends on their
-    /// number and on the leases that changed since the last view.
+    /// The next view, without this node's lease and the rejected leases. The cost grows with the
+    /// number of rejected leases, and of leases that changed since the last view.
     fn accept(&mut self, view: View) -> View {
         let before = std::mem::replace(&mut self.leases, view.leases);
         // The plan makes no lookups.

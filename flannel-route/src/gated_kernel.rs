@@ -1,4 +1,4 @@
-//! A kernel that takes no change after its gate was closed.
+//! A kernel that refuses changes after its gate was closed.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -10,13 +10,14 @@ use flannel_core::runtime::lock;
 
 use crate::outcomes;
 
-/// The gate was closed: nothing was written, and nothing will be.
+/// The error after the gate was closed. The batch was not applied, and no later batch will be.
 #[derive(Debug)]
 pub(crate) struct Closed;
 
+/// A kernel with a gate. When the gate is closed, the batch in hand ends and no other follows.
 #[derive(Debug)]
 pub(crate) struct GatedKernel {
-    /// For reads, which the gate does not stop.
+    /// The kernel for reads, which the gate does not stop.
     pub(crate) kernel: Arc<dyn Kernel>,
     closed: AtomicBool,
     /// Held while a batch is applied.

@@ -15,22 +15,22 @@ use crate::join::{BackendInUse, JoinOptions, Joined, PreparedBackend};
 use crate::kernel_network::{EngineOptions, KernelNetwork};
 use crate::record_keepers::WithRecordKeepers;
 
-/// This host: its interface, its kernel, and the source of its leases.
+/// The host on which networks run: its interface, its kernel, and the source of its leases.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Host {
-    /// The interface that connects it with its peers.
+    /// The interface that connects the host with its peers.
     pub uplink: ExternalInterface,
-    /// Its kernel.
+    /// The kernel of the host.
     pub kernel: Arc<dyn Kernel>,
-    /// The source of its lease, and of its peers' leases.
+    /// The source of the leases of the host and of its peers.
     pub subnets: Arc<dyn SubnetManager>,
     /// See [`Node::machine_id`].
     pub machine_id: String,
     /// The secrets that backends keep on this host.
     pub secrets: Arc<dyn Secrets>,
-    /// The directory in which a record keeper keeps its files. If it is `None`, record keepers keep
-    /// nothing over restarts.
+    /// The directory in which a record keeper keeps its files. If it is `None`, record keepers lose
+    /// their state at a restart.
     pub state_dir: Option<PathBuf>,
 }
 
@@ -88,14 +88,14 @@ impl Host {
         self.join_all(&[BackendInUse::new(backend, config)], options).await
     }
 
-    /// Joins a network of several backends, for a node that moves from one backend to another. A
-    /// peer is reached by the first of `backends` that accepts one of its offers. The objects of
-    /// this node are the objects of all backends, and the MTU is the smallest. The pod networks of
+    /// Joins a network of several backends, for a node that moves from one backend to another.
+    /// Packets to a peer take the first of `backends` that accepts an offer of the peer. The
+    /// network has the objects of all backends, and the smallest of their MTUs. The pod networks of
     /// all configs must be the same.
     ///
     /// # Errors
-    /// Those of [`Host::join`]. There is more than one backend, and one
-    /// [cannot move](Backend::can_move). None of `backends` publishes an offer. In these cases
+    /// The errors of [`Host::join`]. It is also an error if no backend publishes an offer, or if
+    /// there are several backends and one [cannot move](Backend::can_move). In these two cases
     /// nothing was done.
     ///
     /// # Cancel safety
@@ -122,7 +122,7 @@ impl Host {
     /// The offer and the blueprint get the backend's [lease type](Backend::lease_type).
     ///
     /// # Errors
-    /// Those of [`Backend::validate`] and [`Backend::prepare`].
+    /// The errors of [`Backend::validate`] and [`Backend::prepare`].
     ///
     /// # Cancel safety
     /// Dropping the future loses nothing.
@@ -143,7 +143,7 @@ impl Host {
     /// builds the network.
     ///
     /// # Errors
-    /// Those of [`Host::join_all`], except those of [`Host::prepare`].
+    /// The errors of [`Host::join_all`], except the errors of [`Host::prepare`].
     ///
     /// # Cancel safety
     /// As [`Host::join`].
@@ -230,16 +230,14 @@ fn build(
 
 /// The attributes of a lease with the offers of these backends, by rank.
 fn offers(backends: &[PreparedBackend<'_>]) -> LeaseAttrs {
-    let mut ranked: Vec<_> = backends
-        .iter()
-        .filter_map(|backend| Some((backend.in_use.offer_rank?, &backend.prepared.offer)))
-        .collect();
-    ranked.sort_by_key(|(rank, _)| *rank);
-    let mut offers = ranked.into_iter().map(|(_, offer)| offer.clone());
+    let published = backends.iter().filter(|backend| backend.in_use.offer_rank.is_some());
+    let mut ranked: Vec<_> = published.collect();
+    ranked.sort_by_key(|backend| backend.in_use.offer_rank);
+    let mut offers = ranked.into_iter().map(|backend| backend.prepared.offer.clone());
     LeaseAttrs { preferred: offers.next().unwrap_or_default(), others: offers.collect() }
 }
 
-/// The offers with the data of the last run, if they are of the same backends.
+/// The offers with the data of the last run, if the last run offered the same backends.
 fn with_data_of(last: &LeaseAttrs, now: &LeaseAttrs) -> LeaseAttrs {
     let mut attrs = now.clone();
     let before = last.offers().map(|offer| &offer.kind);

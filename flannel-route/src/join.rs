@@ -19,13 +19,14 @@ use crate::kernel_network::EngineOptions;
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct JoinOptions {
-    /// [`Hints::lapsed`](flannel_core::subnet::Hints::lapsed): the lease has expired, and the store
-    /// does not answer. The network then reaches peers, but installs no address of this lease. When
-    /// a view is [`Live`](flannel_core::lease::Origin::Live), the store answers again: drop the
-    /// network, read the hints and join again. If it is `None`, `join` acquires a lease.
+    /// A lease that has expired while the store does not answer
+    /// ([`Hints::lapsed`](flannel_core::subnet::Hints::lapsed)). The network then reaches peers,
+    /// but does not install addresses of this lease. When a view is
+    /// [`Live`](flannel_core::lease::Origin::Live), the store answers again: drop the network, read
+    /// the hints and join again. If it is `None`, `join` acquires a lease.
     pub lapsed: Option<Lease>,
-    /// The attributes in the lease of the last run. If the data of the same backends differ from
-    /// them now, for example by another key, the lease keeps the data until the next join
+    /// The attributes in the lease of the last run. If the same backends have other data now, for
+    /// example another key, the lease keeps the data of the last run until the next join
     /// ([`Joined::withholds_offers`]). So the kernel has the new key before peers use it. If it is
     /// `None`, the offers are published at once.
     pub published: Option<LeaseAttrs>,
@@ -59,9 +60,9 @@ impl JoinOptions {
 pub struct Joined {
     /// The network. It writes kernel objects only while it [runs](Network::run).
     pub network: Box<dyn Network>,
-    /// Whether the lease has the backend data of the last run, because the data of now differ
-    /// ([`JoinOptions::published`]). When the objects of this node are in place, join again without
-    /// that option, to publish the offers.
+    /// Whether the lease has the backend data of the last run, because the present data differ from
+    /// them ([`JoinOptions::published`]). When the objects of this node are in place, join again
+    /// without that option, to publish the offers.
     pub withholds_offers: bool,
     /// Whether packets to a peer pass by the first backend only after a handshake
     /// ([`Blueprint::handshakes`](flannel_core::backend::Blueprint::handshakes)).
@@ -72,18 +73,12 @@ pub struct Joined {
 /// ([`Host::join_all`](crate::Host::join_all)).
 ///
 /// ```
-/// use flannel_core::{Backend, Config};
 /// use flannel_route::BackendInUse;
 ///
 /// /// Peers that offer both backends are reached by `new`. Go flannel still reads the offer of
 /// /// `old`.
-/// fn both<'a>(
-///     new: (&'a dyn Backend, &'a Config),
-///     old: (&'a dyn Backend, &'a Config),
-/// ) -> [BackendInUse<'a>; 2] {
-///     let new = BackendInUse::new(new.0, new.1).with_offer_rank(Some(1));
-///     let old = BackendInUse::new(old.0, old.1).with_offer_rank(Some(0));
-///     [new, old]
+/// fn both<'a>(new: BackendInUse<'a>, old: BackendInUse<'a>) -> [BackendInUse<'a>; 2] {
+///     [new.with_offer_rank(Some(1)), old.with_offer_rank(Some(0))]
 /// }
 /// ```
 #[derive(Debug, Clone, Copy)]
@@ -93,8 +88,8 @@ pub struct BackendInUse<'a> {
     pub backend: &'a dyn Backend,
     /// The network config with this backend.
     pub config: &'a Config,
-    /// The rank of its offer in the lease; `None` if the offer is not published. The offer with the
-    /// lowest rank is the [preferred](LeaseAttrs::preferred) one. Offers of equal rank keep the
+    /// The rank of its offer in the lease, or `None` if the offer is not published. The offer with
+    /// the lowest rank is the [preferred](LeaseAttrs::preferred) one. Offers of equal rank keep the
     /// order of the backends.
     pub offer_rank: Option<usize>,
 }

@@ -1,4 +1,4 @@
-//! Networks of kernel objects. Backends such as host-gw and vxlan are data to them.
+//! Networks of kernel objects. They treat backends such as host-gw and vxlan as data.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use flannel_core::status::Status;
 use flannel_core::{Kernel, Network, Result, Subnet};
 use tokio::sync::{mpsc, watch};
 
-use crate::admission::{Admission, AdmissionRules, Handshakes, OfferPlan, PathMtus};
+use crate::admission::{Admission, AdmissionRules, BackendPlan, Handshakes, PathMtus};
 use crate::driver::Driver;
 use crate::engine::Engine;
 
@@ -36,20 +36,20 @@ pub struct EngineOptions {
     /// the node's lease has lapsed. Without this option, a network with [`Footprint::blackholes`]
     /// removes such routes of an earlier run.
     pub drop_unused_addresses: bool,
-    /// The period of complete comparisons with the kernel. `None` is five minutes, and zero turns
-    /// them off. They find changes that the kernel did not report. A start, a changed device, lost
-    /// events and a failure cause a comparison in any case.
+    /// The period of complete comparisons with the kernel. `None` means five minutes, and zero
+    /// turns them off. They find changes that the kernel did not report. A start, a changed device,
+    /// lost events and a failure cause a comparison in any case.
     pub resync: Option<Duration>,
-    /// Gives routes to the subnets of peers the MTUs in this channel. A route without an entry has
-    /// the MTU that its backend defines, or its device's.
+    /// Gives the routes to the subnets of peers the MTUs in this channel, in bytes. A route without
+    /// an entry has the MTU that its backend defines, or the MTU of its device.
     pub path_mtus: Option<watch::Receiver<PathMtus>>,
     /// The subnets of the peers whose encrypted tunnel has completed a handshake. A peer may be
     /// missing here and offer another backend of this network too. Packets to it then take that
     /// other backend.
     pub handshakes: Option<watch::Receiver<Handshakes>>,
-    /// Names the processes that change objects of this network, in its status and the log. If it is
-    /// `None`, only the port ids of their netlink sockets are known. It may be the
-    /// `flannel_netlink::NetlinkKernel` of this network.
+    /// Finds the names of the processes that change objects of this network, for its status and the
+    /// log. If it is `None`, the status has only the port ids of their netlink sockets. It may be
+    /// the `flannel_netlink::NetlinkKernel` of this network.
     pub process_names: Option<Arc<dyn ProcessNames>>,
 }
 
@@ -85,15 +85,16 @@ impl EngineOptions {
     }
 }
 
-/// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases. It runs as every
-/// [`Network`] does; the [front page](crate) has an example that runs one.
+/// A network that keeps a kernel equal to the objects that [`Blueprint`]s define for the leases. It
+/// runs as every [`Network`] does. The [front page](crate) has an example.
 ///
 /// Rounds run on the runtime's blocking pool, one at a time. A network in sync wakes up only for
 /// events of the kernel and the store, and for [comparisons](EngineOptions::resync).
 ///
 /// Dropping the future of [`run`](Network::run) stops the network. The objects stay in the kernel.
-/// The drop may block for one batch of changes (milliseconds, rarely 100). Nothing is written after
-/// it. `run` returns no error at present: the status holds the changes that the kernel refuses.
+/// The drop may block for one batch of changes, which takes milliseconds and rarely 100 ms. Nothing
+/// is written after it. `run` does not return errors at present: the status has the changes that
+/// the kernel refuses.
 ///
 /// # Panics
 /// `run` panics if the kernel or a plan panics, or without a tokio runtime with time enabled.
@@ -118,15 +119,17 @@ impl std::fmt::Debug for KernelNetwork {
 
 impl KernelNetwork {
     /// A network that keeps `kernel` equal to `blueprints` while it [runs](Network::run). This call
-    /// does not use the kernel. The MTU of the handle is the smallest one of the blueprints, 0
+    /// does not use the kernel. The MTU of the handle is the smallest MTU of the blueprints, or 0
     /// without blueprints.
     ///
     /// A lease outside the pod `networks` is rejected. [`Footprint::networks`] of the blueprints
     /// must be the same networks. The first blueprint whose plan accepts an offer of a peer defines
-    /// its objects. The base objects of all blueprints are put in place.
+    /// the objects of the peer. The base objects of all blueprints are put.
+    ///
     /// Blueprints with [records](flannel_core::object::Record) need a `kernel` that is wrapped in
-    /// [`WithRecordKeepers`](crate::record_keepers::WithRecordKeepers), as by
-    /// [`Host::join`](crate::Host::join).
+    /// [`WithRecordKeepers`](crate::record_keepers::WithRecordKeepers). [`Host::join`] does that.
+    ///
+    /// [`Host::join`]: crate::Host::join
     pub fn new(
         kernel: Arc<dyn Kernel>,
         lease: NodeLease,
@@ -141,7 +144,7 @@ impl KernelNetwork {
         for blueprint in blueprints {
             footprint.merge(blueprint.footprint);
             base.extend(blueprint.base.iter().cloned());
-            let plan = OfferPlan::new(blueprint.lease_type, blueprint.plan);
+            let plan = BackendPlan::new(blueprint.lease_type, blueprint.plan);
             plans.push(plan.with_handshakes(blueprint.handshakes));
         }
         let is_held = lease.held().is_some();
@@ -178,8 +181,10 @@ impl Network for KernelNetwork {
 
     async fn run(mut self: Box<Self>, views: watch::Receiver<View>) -> Result<Ended> {
         if self.options.drop_unused_addresses && self.is_held {
-            let route = |dst| Object::from(Route { dst, via: Via::LastResort, mtu: None });
-            self.engine.want_blackholes(self.handle.lease.subnets.iter().map(route));
+            let subnets = self.handle.lease.subnets;
+            self.engine.want_blackholes(
+                subnets.iter().map(|dst| Route { dst, via: Via::LastResort, mtu: None }.into()),
+            );
         }
         Driver::new(*self, views).run().await
     }

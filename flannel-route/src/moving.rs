@@ -1,5 +1,5 @@
-//! The steps by which the nodes of a living cluster move from one backend to another, without a
-//! gap.
+//! The steps by which the nodes of a running cluster move from one backend to another without an
+//! interruption.
 //!
 //! A node **offers** each backend by which peers can reach it now: the lease lists the offers, the
 //! preferred one first. Nodes learn a changed network config at different times. So each node goes
@@ -20,10 +20,10 @@
 //!   with different configs keep at least one common offer.
 //! - A node of Go flannel offers only its own type. As long as it offers the old one, the move
 //!   stays at step 2, and all nodes reach each other.
-//! - A target such as WireGuard needs a handshake with each peer. Step 3 waits for it. Without one,
-//!   both nodes keep the old offer, and reach each other by that. A node does not wait for a peer
-//!   that offers only the target, nor for one whose lease it rejects: neither gets packets by the
-//!   old backend.
+//! - A target such as WireGuard needs a handshake with each peer. Step 3 waits for it. Without a
+//!   handshake, both nodes keep the old offer, and reach each other by the old backend. A node does
+//!   not wait for a peer that offers only the target, or whose lease it rejects: such a peer gets
+//!   no packets by the old backend.
 //!
 //! Invariants, which `model.rs` tests with random clusters: two nodes always have a common offer;
 //! every chosen offer leads to a device that exists, and not to a tunnel that cannot complete a
@@ -38,7 +38,7 @@
 //! use flannel_core::config::BackendConfig;
 //! use flannel_core::lease::View;
 //! use flannel_core::status::SortedMap;
-//! use flannel_route::moving::{NodeBackends, Seen, Wait};
+//! use flannel_route::moving::{AwaitedEvent, NodeBackends, Seen};
 //!
 //! let backend = |kind: &str| BackendConfig::parse(&format!("{{\"Type\": \"{kind}\"}}")).unwrap();
 //! let mut backends = NodeBackends::default();
@@ -51,7 +51,7 @@
 //! let rejected = &SortedMap::default();
 //! let seen = Seen { in_place: false, view: &view, own, tunnels: None, rejected };
 //! let step = backends.step("host-gw", &seen).unwrap();
-//! assert_eq!(step.next, Err(Wait::Devices));
+//! assert_eq!(step.next, Err(AwaitedEvent::Devices));
 //! ```
 
 mod file;
@@ -67,43 +67,43 @@ use flannel_core::lease::View;
 use flannel_core::{Lease, Subnets};
 
 pub use self::file::Damaged;
-pub use self::step::{Blockers, Seen, Step, Tunnels, Wait};
+pub use self::step::{AwaitedEvent, Blockers, Seen, Step, Tunnels};
 
 /// A backend that this node runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BackendUse {
-    /// The type of its offers ([`Offer::kind`](flannel_core::lease::Offer::kind)). If they have
-    /// none, the name of the backend: such a backend cannot move.
+    /// The type of its offers ([`Offer::kind`](flannel_core::lease::Offer::kind)). It is the name
+    /// of the backend if its offers have no type. Such a backend cannot move.
     pub lease_type: String,
     /// Its part of the network config.
     pub backend: BackendConfig,
-    /// The node's lease offers it. Otherwise its devices are not in place yet, or peers may still
-    /// send packets to them.
+    /// Whether the node's lease offers it. If not, its devices are not in place yet, or peers may
+    /// still send packets to them.
     pub offered: bool,
 }
 
 /// The backends that this node runs: one, or several while it moves.
 ///
-/// The offered ones come first, in the order of the offers in the lease. No two of them have the
-/// same lease type.
+/// The offered backends come first, in the order of the offers in the lease. Each backend has
+/// another lease type.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeBackends(Vec<BackendUse>);
 
 impl NodeBackends {
-    /// All of them.
+    /// All backends.
     pub fn iter(&self) -> impl Iterator<Item = &BackendUse> {
         self.0.iter()
     }
 
-    /// Whether the node runs more than one.
+    /// Whether the node runs more than one backend.
     pub fn is_moving(&self) -> bool {
         self.0.len() > 1
     }
 
     /// Takes in the backend of the network config. A backend of the same type gets the new options
     /// at once: peers learn them from its new offer. A new backend is not offered yet, unless no
-    /// other is.
+    /// other backend is offered.
     pub fn aim_at(&mut self, lease_type: &str, backend: &BackendConfig) {
         let backend = backend.clone();
         let offered = !self.0.iter().any(|usage| usage.offered);
@@ -120,7 +120,7 @@ impl NodeBackends {
         self.sort();
     }
 
-    /// Adds `others` as backends that are not offered, except those of a type that is there
+    /// Adds `others` as backends that are not offered. Skips a backend if there is one of its type
     /// already.
     pub fn add<'a>(&mut self, others: impl IntoIterator<Item = &'a BackendUse>) {
         for usage in others {
@@ -140,10 +140,10 @@ impl NodeBackends {
         target: &str,
         is_broken: impl Fn(&BackendUse) -> bool,
     ) -> (Self, Vec<BackendUse>) {
-        let is_out = |usage: &BackendUse| usage.lease_type != target && is_broken(usage);
-        let (mut runs, mut aside) = (Self::default(), Vec::new());
+        let mut runs = Self::default();
+        let mut aside = Vec::new();
         for usage in self.iter() {
-            if is_out(usage) {
+            if usage.lease_type != target && is_broken(usage) {
                 aside.push(BackendUse { offered: false, ..usage.clone() });
             } else {
                 runs.0.push(usage.clone());
@@ -156,21 +156,23 @@ impl NodeBackends {
         (runs, aside)
     }
 
-    /// The lease of a node that is reached by a backend of this `lease_type`, and by no offered
-    /// backend of another type.
+    /// The lease of a node that this node can only reach by its backend of this `lease_type`:
+    /// offered backends of other types do not reach it. `None` if there is no such node.
     pub fn user_of<'a>(
         &self,
         lease_type: &str,
         own: Subnets,
         view: &'a View,
     ) -> Option<&'a Arc<Lease>> {
-        let others = || self.offered().filter(|usage| usage.lease_type != lease_type);
-        let is_other = |lease: &Lease| others().any(|it| step::offers(lease, &it.lease_type));
         let mut leases = view.leases.iter().filter(|lease| lease.subnets != own);
-        leases.find(|lease| step::offers(lease, lease_type) && !is_other(lease))
+        leases.find(|lease| {
+            let mut others = self.offered().filter(|usage| usage.lease_type != lease_type);
+            step::offers(lease, lease_type)
+                && !others.any(|usage| step::offers(lease, &usage.lease_type))
+        })
     }
 
-    /// Keeps the backends that are `kept`.
+    /// Keeps the backends for which `kept` returns true.
     pub fn retain(&mut self, kept: impl FnMut(&BackendUse) -> bool) {
         self.0.retain(kept);
     }
@@ -180,15 +182,15 @@ impl NodeBackends {
         self.0.iter().filter(|usage| usage.offered)
     }
 
-    /// All backends, in the order in which this node uses them to reach a peer that offers several:
-    /// `target` first if this node offers it too, then the offered ones.
+    /// All backends, in the order in which this node uses them to reach a peer that offers several.
+    /// The `target` comes first if this node offers it too, then the offered backends.
     pub fn by_use(&self, target: &str) -> impl Iterator<Item = &BackendUse> {
         let is_target = move |usage: &&BackendUse| usage.offered && usage.lease_type == target;
         let others = self.0.iter().filter(move |usage| !is_target(usage));
         self.0.iter().filter(is_target).chain(others)
     }
 
-    /// Restores the order. It is stable.
+    /// Puts the offered backends first. Otherwise keeps the order.
     fn sort(&mut self) {
         self.0.sort_by_key(|usage| !usage.offered);
     }

@@ -1,8 +1,8 @@
 //! Nexthop objects for the routes to peers: the id of each destination.
 //!
 //! Plans define routes with gateways. An IPv4 route with a gateway becomes a nexthop object and a
-//! route with its id. The kernel inserts such routes in linear time, but routes with distinct
-//! gateways in quadratic time. IPv6 routes take linear time anyway and stay as they are.
+//! route that uses its id. The kernel inserts many such routes in linear time, but routes with
+//! different gateways in quadratic time. IPv6 routes take linear time anyway and stay as they are.
 
 use std::net::IpAddr;
 
@@ -19,7 +19,7 @@ pub(crate) struct Ids {
     block: NexthopBlock,
     /// The destinations by their ids.
     dsts: HashMap<u32, Subnet>,
-    /// The ids of the few destinations whose id is not their [own](Ids::own).
+    /// The ids of the few destinations that do not have their [preferred](Ids::preferred) id.
     strays: HashMap<Subnet, u32>,
 }
 
@@ -47,21 +47,23 @@ impl Ids {
         }
     }
 
-    /// The id of a destination. Gives it one if it has none; `None` if the block is full.
+    /// Returns the id of a destination. If it does not have one yet, chooses it. Returns `None` if
+    /// the block is full, and for IPv6.
     pub(crate) fn assign(&mut self, dst: Subnet) -> Option<u32> {
         if let Some(id) = self.id(&dst) {
             return Some(id);
         }
-        let own = self.own(&dst)?;
-        // A block begins at a multiple of its size.
-        let slots = (0..NexthopBlock::SIZE).map(|n| (own + n) % NexthopBlock::SIZE);
-        let id =
-            slots.map(|slot| self.block.first() + slot).find(|id| !self.dsts.contains_key(id))?;
+        let preferred = self.preferred(&dst)?;
+        let id = (0..NexthopBlock::SIZE)
+            // A block begins at a multiple of its size.
+            .map(|n| self.block.first() + (preferred + n) % NexthopBlock::SIZE)
+            .find(|id| !self.dsts.contains_key(id))?;
         self.insert(dst, id);
         Some(id)
     }
 
-    /// Gives an id to a route. `None` also if the object is not a route that uses a nexthop object.
+    /// Gives an id to a route. Returns `None` also if the object is not a route that uses a nexthop
+    /// object.
     pub(crate) fn assign_to(&mut self, object: &Object) -> Option<u32> {
         match object {
             Object::Route(route) if uses_nexthop(object) => self.assign(route.dst),
@@ -92,19 +94,19 @@ impl Ids {
 
     /// The preferred id: the number of the destination among the subnets of its length, so that
     /// subnets of one pod network do not collide. `None` for IPv6.
-    fn own(&self, dst: &Subnet) -> Option<u32> {
+    fn preferred(&self, dst: &Subnet) -> Option<u32> {
         let IpAddr::V4(base) = dst.base() else { return None };
         let number = u32::from(base).checked_shr(u32::from(32 - dst.len())).unwrap_or(0);
         Some(self.block.first() + number % NexthopBlock::SIZE)
     }
 
     fn id(&self, dst: &Subnet) -> Option<u32> {
-        let own = self.own(dst).filter(|own| self.dsts.get(own) == Some(dst));
-        own.or_else(|| self.strays.get(dst).copied())
+        let preferred = self.preferred(dst).filter(|id| self.dsts.get(id) == Some(dst));
+        preferred.or_else(|| self.strays.get(dst).copied())
     }
 
     fn insert(&mut self, dst: Subnet, id: u32) {
-        if self.own(&dst) != Some(id) {
+        if self.preferred(&dst) != Some(id) {
             self.strays.insert(dst, id);
         }
         self.dsts.insert(id, dst);
@@ -119,8 +121,15 @@ pub(crate) struct Translated {
     pub(crate) object: Object,
 }
 
+impl Translated {
+    /// The nexthop object that the route needs.
+    pub(crate) fn nexthop(&self) -> Option<Object> {
+        self.nexthop.map(Object::from)
+    }
+}
+
 /// Translates an object that a plan defines. With an id, a route with a gateway becomes a nexthop
-/// object with this id, and a route by that. All other objects stay as they are.
+/// object with this id, and a route that uses it. All other objects stay as they are.
 pub(crate) fn translate(object: &Object, id: Option<u32>) -> Translated {
     let nexthop = id.and_then(|id| nexthop(object, id));
     let object = match (object, nexthop) {
@@ -137,7 +146,7 @@ pub(crate) fn uses_nexthop(object: &Object) -> bool {
     nexthop(object, 0).is_some()
 }
 
-/// The nexthop object with a route's gateway; `None` if the route does not use a nexthop object.
+/// The nexthop object with the gateway of a route, or `None` if the route does not use one.
 fn nexthop(object: &Object, id: u32) -> Option<Nexthop> {
     match object {
         Object::Route(Route { dst, via: Via::Gateway { gateway, link, onlink }, .. })
@@ -207,8 +216,9 @@ mod tests {
     #[test]
     fn the_id_of_a_foreign_ipv6_route_is_reserved_until_its_deletion() {
         let mut ids = Ids::new(any_block());
-        let (theirs, ours) = (subnet("fd00::/64"), subnet("10.1.7.0/24"));
-        let own = ids.own(&ours).unwrap();
+        let theirs = subnet("fd00::/64");
+        let ours = subnet("10.1.7.0/24");
+        let own = ids.preferred(&ours).unwrap();
         ids.adopt(
             &[Route { dst: theirs, via: Via::Nexthop(own), mtu: None }].into_iter().collect(),
             |_| true,

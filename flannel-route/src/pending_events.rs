@@ -1,4 +1,5 @@
-//! Kernel events that wait for a round. Too many become an invalidation of everything.
+//! Kernel events that wait for a round. If there are too many, they become an invalidation of
+//! everything.
 
 use std::collections::BTreeSet;
 
@@ -15,8 +16,10 @@ const MOST_LINKS: usize = 1 << 10;
 pub(crate) struct PendingEvents {
     everything: bool,
     links: BTreeSet<LinkName>,
-    /// In the order of their events. Empty after there were too many.
+    /// The invalidations of objects, in the order in which they arrived. Empty after there were too
+    /// many.
     objects: Vec<Invalidation>,
+    /// The number of events in `objects`.
     reports: usize,
 }
 
@@ -34,7 +37,8 @@ impl PendingEvents {
             Invalidation::Objects(ref reports, _) => {
                 self.reports = self.reports.saturating_add(reports.len());
                 if self.reports > MOST_REPORTS {
-                    (self.everything, self.objects) = (true, Vec::new());
+                    self.everything = true;
+                    self.objects = Vec::new();
                 } else if self.objects.last() != Some(&invalidation) {
                     self.objects.push(invalidation);
                 }

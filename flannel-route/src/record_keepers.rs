@@ -1,16 +1,16 @@
-//! `WithRecordKeepers` makes one `Kernel` of a kernel and the record keepers of backends.
+//! `WithRecordKeepers` combines a kernel and the record keepers of backends into one `Kernel`.
 //!
-//! A record keeper keeps the state of peers that is not in the kernel, for example a command that a
-//! backend runs for each peer. It shows this state as records. The route engine treats records like
-//! kernel objects: it puts, compares and repairs them.
+//! A record keeper keeps the state of peers that is not in the kernel, for example the result of a
+//! command that a backend runs for each peer. It shows this state as records. The route engine
+//! treats records like kernel objects: it puts, compares and repairs them.
 //!
-//! The module contains no keeper. A backend with such a keeper returns it from
-//! `Backend::record_keepers`, and `flannel_route::Host::join` combines it with the kernel.
-//! `flannel-backend-extension` has one. You need it only if you call `KernelNetwork::new` or a
-//! cleanup with such a backend yourself. A cleanup needs `WithRecordKeepers::waiting`, because a
-//! program that ends must wait for its changes.
+//! A backend returns its record keepers from `Backend::record_keepers`, and
+//! `flannel_route::Host::join` combines them with the kernel. `flannel-backend-extension` has such
+//! a keeper. You need this module only if you call `KernelNetwork::new` or a cleanup with such a
+//! backend yourself. A cleanup needs `WithRecordKeepers::waiting`, because a program that ends must
+//! wait for its changes.
 //!
-//! It needs no runtime of its own. Its methods block as those of `Kernel` do.
+//! It needs no runtime. Its methods block as the methods of the kernel and of the keepers do.
 //!
 //! ```rust
 //! use std::sync::Arc;
@@ -50,12 +50,12 @@ pub struct WithRecordKeepers {
     kernel: Arc<dyn Kernel>,
     record_keepers: Vec<Arc<dyn RecordKeeper>>,
     waits: bool,
-    /// The errors that the log has, by keeper. They go when the keeper works again.
+    /// The last error in the log for each keeper, until its records can be read again.
     logged: Mutex<BTreeMap<&'static str, String>>,
 }
 
 impl WithRecordKeepers {
-    /// The time without a successful change after which a [waiting](Self::waiting) kernel gives up.
+    /// A [waiting](Self::waiting) kernel gives up after this time without a successful change.
     pub const PATIENCE: Duration = Duration::from_secs(60);
 
     /// `kernel` with the [record keepers](flannel_core::Backend::record_keepers) of backends.
@@ -90,6 +90,8 @@ impl WithRecordKeepers {
         }
     }
 
+    /// The keeper of the record that a change is about, or `None` for other objects and for records
+    /// of an unknown keeper.
     fn keeper_of(&self, change: &Change) -> Option<&dyn RecordKeeper> {
         let Object::Record(record) = change.object() else { return None };
         self.record_keepers.iter().find(|keeper| keeper.name() == record.keeper).map(AsRef::as_ref)
@@ -99,8 +101,10 @@ impl WithRecordKeepers {
     /// change that does not end in time stays [`Outcome::Started`].
     fn wait_for_ends(keeper: &dyn RecordKeeper, changes: &[Change], outcomes: &mut [Outcome]) {
         let mut end = Instant::now() + Self::PATIENCE;
-        let all = changes.iter().zip(outcomes);
-        for (change, outcome) in all.filter(|(_, outcome)| **outcome == Outcome::Started) {
+        for (change, outcome) in changes.iter().zip(outcomes) {
+            if *outcome != Outcome::Started {
+                continue;
+            }
             let left = end.saturating_duration_since(Instant::now());
             *outcome = keeper.wait(&change.object().key(), left);
             if outcome.is_done() {
@@ -113,17 +117,18 @@ impl WithRecordKeepers {
 impl Kernel for WithRecordKeepers {
     fn snapshot(&self, footprint: &Footprint) -> Result<ObjectSet, KernelError> {
         let mut state = self.kernel.snapshot(footprint)?;
-        for keeper in
-            self.record_keepers.iter().filter(|a| footprint.record_keepers.contains(a.name()))
-        {
+        for keeper in &self.record_keepers {
+            if !footprint.record_keepers.contains(keeper.name()) {
+                continue;
+            }
             match keeper.records() {
                 Ok(records) => {
                     lock(&self.logged).remove(keeper.name());
                     state.extend(records);
                 }
-                // A program that ends afterwards must not take them for removed.
+                // A program that ends afterwards must not take the records for removed.
                 Err(error) if self.waits => return Err(error),
-                // They are put again, which does not delay the repair of other objects.
+                // The records are put again, which does not delay the repair of other objects.
                 Err(error) => self.log_unread(&**keeper, &error),
             }
         }
@@ -138,7 +143,8 @@ impl Kernel for WithRecordKeepers {
         self.kernel.nexthop_users(there)
     }
 
-    /// The kernel refuses the records of an unknown keeper (`EOPNOTSUPP`).
+    /// Applies the changes of records by their keepers and all other changes by the kernel. The
+    /// kernel refuses the records of an unknown keeper with `EOPNOTSUPP`.
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         let name = |change: &Change| self.keeper_of(change).map(RecordKeeper::name);
         let mut all = Vec::with_capacity(changes.len());
@@ -191,8 +197,8 @@ struct KeeperEvents {
     events: Box<dyn Changes>,
 }
 
-/// An event, and its source: the place of a record keeper, or `None` for the kernel.
 struct Event {
+    /// The place of the record keeper, or `None` for the kernel.
     source: Option<usize>,
     event: Result<Invalidation, KernelError>,
 }
@@ -220,12 +226,14 @@ impl Merged {
 impl Changes for Merged {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
         let Event { source, event } = self.next_event().await;
-        // After a record keeper has broken, a snapshot finds the changes that it does not report.
-        if let (Some(place), Err(error)) = (source, &event) {
-            log_deaf(self.record_keepers.remove(place).keeper, error);
-            return Ok(Invalidation::Everything);
+        match (source, event) {
+            // A snapshot finds the changes that the keeper does not report any more.
+            (Some(place), Err(error)) => {
+                log_deaf(self.record_keepers.remove(place).keeper, &error);
+                Ok(Invalidation::Everything)
+            }
+            (_, event) => event,
         }
-        event
     }
 }
 

@@ -7,26 +7,31 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::engine::{Engine, Reads};
-use crate::listener::Listener;
+use crate::event_listener::EventListener;
 use crate::rate_limiter::RateLimiter;
 
-/// The usual period of complete comparisons, and the one that means never: 34 years.
+/// The usual period of complete comparisons.
 const RESYNC: Duration = Duration::from_secs(300);
+/// The period that means never: 34 years.
 const NEVER: Duration = Duration::from_secs(1 << 30);
-/// After a failure the work is tried again after this time, then after twice that, and so on.
+/// The pause before the first retry after a failure. Each further pause is twice as long.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
+/// The longest pause before a retry.
 const RETRY_LONGEST: Duration = Duration::from_secs(30);
-/// The shortest time between two snapshots in the long run. They take at most a fifth of the time.
+/// The shortest time between two snapshots in the long run. Snapshots take at most a fifth of the
+/// time.
 const READ_GAP: Duration = Duration::from_millis(100);
-/// After a rest of this length, as many cheap snapshots need no pause as fit into it.
+/// After a rest of this length, as many cheap snapshots follow without a pause as fit into it.
 const READ_REST: Duration = Duration::from_secs(1);
-/// The shortest time between two rounds of repairs. They take at most half of the time. After a
-/// rest, they take half of it without a pause. Linux may take milliseconds for a nexthop object.
+/// The shortest time between two rounds of repairs. Repairs take at most half of the time, because
+/// Linux may need milliseconds for a nexthop object.
 const REPAIR_GAP: Duration = Duration::from_millis(1);
+/// After a rest of this length, repairs follow without a pause until they took half of it.
 const REPAIR_REST: Duration = Duration::from_millis(100);
-/// The shortest time between two rechecks of the lookups of plans. They take at most a fifth of it.
+/// The shortest time between two rechecks of the lookups of plans. Rechecks take at most a fifth of
+/// the time.
 const RECHECK: Duration = Duration::from_secs(1);
-/// The same after a change of the link that the routes are on.
+/// The shortest time between two rechecks after a change of the link that carries the routes.
 const RECHECK_URGENT: Duration = Duration::from_millis(100);
 
 /// The work that the next round may do.
@@ -42,17 +47,18 @@ pub(crate) struct Permits {
     pub(crate) read: bool,
     /// Repeat the stale lookups of plans.
     pub(crate) recheck: bool,
-    /// Repeat them if they are urgent.
+    /// Repeat the stale lookups of plans if they are urgent.
     pub(crate) recheck_urgent: bool,
 }
 
 /// The work that a round has done.
-pub(crate) struct Done {
+pub(crate) struct RoundSummary {
     pub(crate) started: Instant,
-    /// It took in kernel events.
+    /// The round took in kernel events.
     pub(crate) repairs: bool,
-    /// The time that the lookups of plans took; `None` if none was repeated.
+    /// The time that the lookups of plans took, or `None` if none was repeated.
     pub(crate) rechecked: Option<Duration>,
+    /// An object failed that did not fail before.
     pub(crate) newly_failing: bool,
 }
 
@@ -61,10 +67,11 @@ pub(crate) struct Schedule {
     reads: Reads,
     resync: Duration,
     resync_next: Instant,
-    /// The time of the next retry; `None` if nothing fails.
+    /// The time of the next retry, or `None` if nothing fails.
     retry_next: Option<Instant>,
+    /// The pause before the retry after that.
     retry_after: Duration,
-    /// A retry first tries the refused changes. Every other time it reads the kernel.
+    /// Whether the next retry reads the kernel. Every other retry only tries the refused changes.
     retry_by_reading: bool,
     read_limiter: RateLimiter,
     repair_limiter: RateLimiter,
@@ -75,7 +82,11 @@ pub(crate) struct Schedule {
 impl Schedule {
     /// For `resync` see [`EngineOptions::resync`](crate::EngineOptions::resync).
     pub(crate) fn new(now: Instant, resync: Option<Duration>) -> Self {
-        let resync = resync.map_or(RESYNC, |p| if p.is_zero() { NEVER } else { p.min(NEVER) });
+        let resync = match resync {
+            None => RESYNC,
+            Some(Duration::ZERO) => NEVER,
+            Some(period) => period.min(NEVER),
+        };
         Self {
             reads: Reads::default(),
             resync,
@@ -95,14 +106,14 @@ impl Schedule {
         &mut self,
         now: Instant,
         engine: &Engine,
-        listener: &Listener,
+        listener: &EventListener,
     ) -> Permits {
         let resync = now >= self.resync_next;
         if resync {
             self.resync_next = now + self.resync;
         }
         let due = resync || self.retry_next.is_some_and(|next| now >= next);
-        // A stream that broke is opened again at the rate of all failures.
+        // A stream that broke is opened again when a retry is due.
         let listen = !listener.is_open() && (due || listener.error().is_none());
         let refused = engine.is_failing() && engine.survey.error.is_none();
         let retry = due && !resync && !listen && refused && !self.retry_by_reading;
@@ -119,22 +130,30 @@ impl Schedule {
         }
     }
 
-    /// Decides after a round when to read the kernel next: soon after a failure, otherwise later.
-    pub(crate) fn note(&mut self, now: Instant, done: &Done, engine: &Engine, listener: &Listener) {
+    /// Takes in what a round has done, and decides when the next snapshots, repairs, retries and
+    /// rechecks are due.
+    pub(crate) fn note(
+        &mut self,
+        now: Instant,
+        done: &RoundSummary,
+        engine: &Engine,
+        listener: &EventListener,
+    ) {
         if let Some(took) = done.rechecked {
-            let after = |gap: Duration| now + gap.max(4 * took);
-            (self.recheck_next, self.recheck_urgent_next) = (after(RECHECK), after(RECHECK_URGENT));
+            self.recheck_next = now + RECHECK.max(4 * took);
+            self.recheck_urgent_next = now + RECHECK_URGENT.max(4 * took);
         }
         let reads = engine.survey.reads;
         let tries = reads.tries - self.reads.tries;
         if tries > 0 {
             self.read_limiter.pass(now, reads.took * 4 * tries);
         } else if done.repairs {
-            // The time of a longer round was mostly not for repairs.
+            // A round that took longer was mostly not busy with repairs.
             self.repair_limiter.pass_after(now, (now - done.started).min(REPAIR_REST));
         }
         if done.newly_failing {
-            (self.retry_after, self.retry_by_reading) = (RETRY_FIRST, false);
+            self.retry_after = RETRY_FIRST;
+            self.retry_by_reading = false;
         }
         let read = reads.done != self.reads.done;
         self.reads = reads;
@@ -142,7 +161,8 @@ impl Schedule {
             self.resync_next = now + self.resync;
         }
         if !engine.is_failing() && listener.is_open() {
-            (self.retry_after, self.retry_next) = (RETRY_FIRST, None);
+            self.retry_after = RETRY_FIRST;
+            self.retry_next = None;
             return;
         }
         let next = now + self.retry_after;
@@ -154,15 +174,16 @@ impl Schedule {
         }
     }
 
-    /// The time of the next round if no event comes before it. `has_events`: kernel events wait.
+    /// The time of the next round if no input comes before it. `has_events` is whether kernel
+    /// events wait.
     pub(crate) fn deadline(&self, now: Instant, engine: &Engine, has_events: bool) -> Instant {
         let may_read = engine.survey.is_unread() && engine.survey.error.is_none();
         let due = [
             self.retry_next,
             has_events.then(|| self.repair_limiter.next(now)),
             may_read.then(|| self.read_limiter.next(now)),
-            engine.lookups.is_urgent().then_some(self.recheck_urgent_next),
-            engine.lookups.is_any().then_some(self.recheck_next),
+            engine.stale_lookups.is_urgent().then_some(self.recheck_urgent_next),
+            engine.stale_lookups.is_any().then_some(self.recheck_next),
         ];
         due.into_iter().flatten().fold(self.resync_next, Instant::min)
     }

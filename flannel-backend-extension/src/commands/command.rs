@@ -399,7 +399,7 @@ mod tests {
     #[test]
     fn no_shell_reads_the_words_and_the_input() {
         let printf = r#"["printf","[%s]","$SUBNET","; id","'","","$(id)"]"#;
-        // `$(` is no name.
+        // `$(` does not begin a name.
         assert_eq!(run(printf, "").unwrap(), "[10.1.7.0/24][; id]['][][$(id)]");
         let big = "x".repeat(1 << 20);
         assert_eq!(run(r#"["wc","-c"]"#, &big).unwrap(), (big.len() + 1).to_string());

@@ -48,9 +48,9 @@ struct Shared {
 }
 
 impl Commands {
-    /// A record keeper that keeps its tasks in `dir`, one file for each; `None`: in memory only.
-    /// The directory is made with the first task; its parent must exist. One keeper at a time may
-    /// use it: [`Keepers`](crate::commands::Keepers) sees to that.
+    /// A record keeper that keeps each task in a file in `dir`, or only in memory if it is `None`.
+    /// The directory is made with the first task. Its parent must exist. One keeper at a time may
+    /// use it, as [`Keepers`](crate::commands::Keepers) ensures.
     pub fn new(names: Names, dir: Option<PathBuf>) -> Self {
         let inner = Mutex::new(Queue { files: Files::new(dir), ..Queue::default() });
         Self(Arc::new(Shared {
@@ -90,7 +90,8 @@ impl Commands {
             && inner.running < AT_ONCE
             && let Some(job) = inner.next()
         {
-            let (subnet, change) = (job.subnet, job.wanted.change.clone());
+            let subnet = job.subnet;
+            let change = job.wanted.change.clone();
             let commands = self.clone();
             let thread = std::thread::Builder::new().name(self.0.names.keeper.into());
             inner.running += 1;

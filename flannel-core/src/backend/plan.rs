@@ -21,7 +21,7 @@ pub type Plan =
 
 /// What a plan may ask and report. If an answer to a lookup changes, the plan is called again.
 pub struct Env<'a> {
-    on_link: &'a Answer<'a>,
+    on_link: &'a ReachLookup<'a>,
     asked: RefCell<BTreeMap<IpAddr, Option<Reach>>>,
     advice: RefCell<Vec<Advice>>,
 }
@@ -82,13 +82,12 @@ impl From<&RouteAnswer> for Reach {
     }
 }
 
-/// A function that finds out how packets reach an address. It returns `None` if the kernel cannot
-/// answer.
-pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Reach> + 'a;
+/// A function that looks up how packets reach an address. It returns `None` if the lookup fails.
+pub type ReachLookup<'a> = dyn Fn(IpAddr) -> Option<Reach> + 'a;
 
 impl<'a> Env<'a> {
-    /// An environment that looks up addresses with `on_link`, each at most once.
-    pub fn new(on_link: &'a Answer<'a>) -> Self {
+    /// An environment whose lookups call `on_link`.
+    pub fn new(on_link: &'a ReachLookup<'a>) -> Self {
         Self { on_link, asked: RefCell::default(), advice: RefCell::default() }
     }
 
@@ -132,7 +131,8 @@ impl<'a> Env<'a> {
         answer.and_then(Reach::link)
     }
 
-    /// The addresses that the plan looked up, with the results of [`Answer`], and its remarks.
+    /// The addresses that the plan looked up, with the results of the [`ReachLookup`], and its
+    /// advice.
     pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Reach>>, Vec<Advice>) {
         (self.asked.into_inner(), self.advice.into_inner())
     }

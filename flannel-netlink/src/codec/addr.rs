@@ -52,7 +52,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
             Ifa::Address => address = ip_of(value),
             Ifa::Flags => flags = u32_of(value)?,
             // `ifa_prefered` and `ifa_valid` of `struct ifa_cacheinfo`, in seconds. All bits set
-            // is no limit.
+            // mean that there is no limit.
             Ifa::Cacheinfo => expires = value.get(..8).is_some_and(|times| times != [0xff; 8]),
             _ => {}
         }

@@ -144,7 +144,7 @@ fn read_peer(attributes: &[u8]) -> Option<PeerMessage> {
             }
             peer::ENDPOINT => read.endpoint = endpoint_of(value),
             peer::KEEPALIVE => read.keepalive = u16_of(value)?,
-            peer::LAST_HANDSHAKE => read.handshake = time_of(value)?,
+            peer::LAST_HANDSHAKE => read.handshake = time_at(duration_of(value)?),
             peer::RX_BYTES => read.received = u64_of(value)?,
             peer::TX_BYTES => read.sent = u64_of(value)?,
             peer::ALLOWED_IPS => {
@@ -179,17 +179,21 @@ fn endpoint_of(value: &[u8]) -> Option<SocketAddr> {
     Some((address, port).into())
 }
 
-/// `struct __kernel_timespec`. The outer `None` stands for a value that is cut short, the inner
-/// `None` for zero, which means that there is no time.
-fn time_of(value: &[u8]) -> Option<Option<SystemTime>> {
+/// Reads `struct __kernel_timespec`. `None` if the value is cut short.
+fn duration_of(value: &[u8]) -> Option<Duration> {
     let seconds = u64_of(value)?;
     let nanoseconds = u64_of(value.get(8..)?)?;
     let nanoseconds = u32::try_from(nanoseconds).unwrap_or(0).min(999_999_999);
-    let since_epoch = Duration::new(seconds, nanoseconds);
+    Some(Duration::new(seconds, nanoseconds))
+}
+
+/// The time at this duration after the epoch. `None` for zero, which means that there is no time,
+/// and for a time that cannot be represented.
+fn time_at(since_epoch: Duration) -> Option<SystemTime> {
     if since_epoch.is_zero() {
-        return Some(None);
+        return None;
     }
-    Some(SystemTime::UNIX_EPOCH.checked_add(since_epoch))
+    SystemTime::UNIX_EPOCH.checked_add(since_epoch)
 }
 
 fn u64_of(value: &[u8]) -> Option<u64> {

@@ -69,7 +69,7 @@ struct Choice<'a> {
 /// decides. If the selector names no address, the best address of the interface is used: global
 /// before link-local, permanent before expiring, stable before temporary.
 ///
-/// The public address in the result is that of [`Selectors::public`], or else the address of the
+/// The public address in the result comes from [`Selectors::public`], or else is the address of the
 /// interface. A public IPv6 address in the selectors is kept even if IPv6 is not enabled.
 ///
 /// # Errors
@@ -337,7 +337,7 @@ mod tests {
     }
 
     /// The choice as text, such as `eth0 192.0.2.1 - public 203.0.113.1 -`, or the error. The
-    /// public addresses are left out if they are those of the interface.
+    /// public addresses are left out if they are the addresses of the interface.
     fn chosen(selectors: &Selectors, families: &[Family], facts: &Facts) -> String {
         let text = |dual: &Dual<IpAddr>| {
             let one = |family: Family| {

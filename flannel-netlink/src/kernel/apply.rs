@@ -165,7 +165,8 @@ impl<'a> Writer<'a> {
         let results = self.socket.send(&mut self.batch.requests);
         self.batch.requests.clear();
         let sent = std::mem::take(&mut self.batch.origins);
-        let (mut conflicts, mut hidden) = (Vec::new(), Vec::new());
+        let mut conflicts = Vec::new();
+        let mut hidden = Vec::new();
         for ((n, deletes), result) in sent.iter().copied().zip(results) {
             let result = match (result, &self.changes[n]) {
                 (result, _) if deletes => accept_absence(result),

@@ -73,7 +73,8 @@ impl Socket {
     /// with a transient error are repeated.
     pub(crate) fn send(&mut self, requests: &mut Messages) -> Vec<Result<(), KernelError>> {
         self.try_each(requests, |socket, requests, part| {
-            let (last, mut results) = (part.len() - 1, vec![Ok(()); part.len()]);
+            let last = part.len() - 1;
+            let mut results = vec![Ok(()); part.len()];
             // The kernel reports an error even without `NLM_F_ACK`. So only the last request has
             // that flag: its answer is the last one.
             socket.exchange(requests, part, NlmF::ACK, |n, message| {
@@ -192,7 +193,8 @@ impl Socket {
         last: NlmF,
         mut take: impl FnMut(usize, &Message<'_>) -> bool,
     ) -> Result<(), KernelError> {
-        let (first, count) = (self.sequence, part.len());
+        let first = self.sequence;
+        let count = part.len();
         self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
         #[cfg(test)]
         {

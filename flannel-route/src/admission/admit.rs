@@ -1,13 +1,13 @@
 //! Admission: the peer leases that this node accepts, and the kernel objects that they define.
 //!
-//! Every node must accept the same leases. Of two leases that clash (overlapping subnets, or two
-//! definitions of one kernel object) every node accepts the one with the smaller
-//! [`Lease::precedence`]. The only exception is this node's own lease, which a node always accepts.
-//! A lease never takes an object from the lease whose public address the object names
-//! ([`Object::is_derived`]), whichever was created first: that decision depends on the two leases
-//! alone.
-//! After a change, only the leases that it can affect are decided again. They are found through
-//! indexes: one change among 50,000 leases costs one lease.
+//! Every node must accept the same leases. Two leases clash if their subnets overlap, or if they
+//! define one kernel object differently. Of two leases that clash, every node accepts the one with
+//! the smaller [`Lease::precedence`]. There are two exceptions. A node always accepts its own
+//! lease. And if an object is named after the public address of one of the leases
+//! ([`Object::is_derived`]), the other lease is rejected, whichever was created first.
+//!
+//! After a change, only the leases that it can affect are decided again. Indexes find them, so that
+//! a change of one lease among 50,000 costs as much as one lease.
 
 mod decide;
 
@@ -16,12 +16,15 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use crate::admission::advisories::Advisories;
-use crate::admission::link_lookups::LinkLookups;
-use crate::admission::offer_plan::{Handshakes, OfferPlan, Planned};
+use crate::admission::backend_plan::{BackendPlan, Handshakes, Planned};
+use crate::admission::lookup_results::LookupResults;
 use crate::admission::path_mtus::{PathMtus, lower};
-use crate::admission::peer_index::{Claimant, Expanded, Extras, Id, Peer, PeerIndex, Sharing};
+use crate::admission::peer_index::{
+    Definition, Expanded, Extras, PeerEntry, PeerId, PeerIndex, Sharing,
+};
+use crate::admission::stale_lookups::LookupScope;
 use flannel_core::address::Dual;
-use flannel_core::backend::{Answer, Env, Reach};
+use flannel_core::backend::{Env, Reach, ReachLookup};
 use flannel_core::object::{Key, Object, Route, Via};
 use flannel_core::status::{Advisory, Rejection, SortedMap};
 use flannel_core::{Lease, Subnet, Subnets};
@@ -31,8 +34,8 @@ use flannel_core::{Lease, Subnet, Subnets};
 pub struct AdmissionRules {
     /// The enabled pod networks.
     pub networks: Dual<Subnet>,
-    /// This node's own lease; `None`: every lease is a peer's. No peer may overlap its subnets or
-    /// define the objects that plans make of it.
+    /// This node's own lease, or `None` if every lease is the lease of a peer. No peer may overlap
+    /// its subnets or define the objects that plans define for it.
     pub own: Option<Arc<Lease>>,
     /// Other objects that no peer may define.
     pub reserved: BTreeSet<Key>,
@@ -43,32 +46,32 @@ pub struct AdmissionRules {
 pub struct Delta {
     /// The key of the object.
     pub key: Key,
-    /// The definition before the update; `None` if no accepted peer defined the object.
+    /// The definition before the update, or `None` if no accepted peer defined the object.
     pub before: Option<Object>,
-    /// The definition after the update; `None` if no accepted peer defines the object.
+    /// The definition after the update, or `None` if no accepted peer defines the object.
     pub after: Option<Object>,
 }
 
 /// The result of an update.
 #[derive(Debug, Default)]
 pub struct Changed {
-    /// Objects whose definition changed, in the order of keys.
+    /// The objects whose definition changed, in the order of keys.
     pub deltas: Vec<Delta>,
-    /// New, accepted peers whose objects no other peer defines. Their objects are not in `deltas`.
-    pub added: Vec<Id>,
+    /// The new accepted peers whose objects no other peer defines. Their objects are not in
+    /// `deltas`.
+    pub added: Vec<PeerId>,
 }
 
 /// All peers, and the objects that they define.
 ///
-/// Methods that take an [`Answer`] call it for the lookups of plans. An answer from a kernel
-/// blocks.
+/// Methods that take a [`ReachLookup`] call it for the lookups of plans. They block as it does.
 pub struct Admission {
     rules: AdmissionRules,
-    plans: Vec<OfferPlan>,
+    plans: Vec<BackendPlan>,
     path_mtus: PathMtus,
     handshakes: Handshakes,
     index: PeerIndex,
-    lookups: LinkLookups,
+    lookup_results: LookupResults,
     rejected: SortedMap<Subnets, Rejection>,
     advisories: Advisories,
     /// The expected number of new peers in the next update; 0 after memory was reserved for them.
@@ -78,28 +81,34 @@ pub struct Admission {
 /// The work of one update.
 #[derive(Default)]
 struct Update {
-    /// New peers, and whether other peers define one of their objects.
-    added: Vec<(Id, Sharing)>,
+    added: Vec<NewPeer>,
     /// Other peers that must be decided again.
-    dirty: BTreeSet<Id>,
+    dirty: BTreeSet<PeerId>,
     /// Objects that may change, with their definition before the update.
     touched: BTreeMap<Key, Option<Object>>,
     /// The slots of peers that were removed.
-    vacated: Vec<Id>,
+    vacated: Vec<PeerId>,
     /// The neighbours of removed peers that are dirty already.
     expanded: Expanded,
+}
+
+/// A peer that an update adds.
+struct NewPeer {
+    id: PeerId,
+    /// Whether other peers define one of its objects.
+    sharing: Sharing,
 }
 
 impl Admission {
     /// An admission without peers. The first of `plans` that accepts an offer of a peer defines the
     /// objects of the peer.
-    pub fn new(mut rules: AdmissionRules, plans: Vec<OfferPlan>) -> Self {
+    pub fn new(mut rules: AdmissionRules, plans: Vec<BackendPlan>) -> Self {
         let mut public = Dual::default();
         if let Some(own) = &rules.own {
             public = own.attrs.preferred.public;
             // If all plans reject our own lease, no objects are reserved for it.
             let unknown = |_| Some(Reach::NotDirect);
-            let ours = OfferPlan::run(
+            let ours = BackendPlan::run(
                 &plans,
                 &own.subnets,
                 &own.attrs,
@@ -115,7 +124,7 @@ impl Admission {
             path_mtus: PathMtus::default(),
             handshakes: Handshakes::default(),
             index: PeerIndex::default(),
-            lookups: LinkLookups::default(),
+            lookup_results: LookupResults::default(),
             rejected: SortedMap::default(),
             advisories,
             expected: 0,
@@ -132,29 +141,31 @@ impl Admission {
         self.index.id(subnets).is_some()
     }
 
-    /// The definition of an object by an accepted peer; `None` if there is none.
+    /// The definition of an object by an accepted peer, or `None` if no accepted peer defines it.
     pub fn object(&self, key: &Key) -> Option<Object> {
-        self.definition(key).map(|claim| claim.object.clone())
+        self.definition(key).map(|definition| definition.object.clone())
     }
 
-    fn definition(&self, key: &Key) -> Option<Claimant<'_>> {
-        self.index.claimants(key).find(|claim| claim.peer.accepted && claim.is_chosen)
+    fn definition(&self, key: &Key) -> Option<Definition<'_>> {
+        self.index
+            .definitions(key)
+            .find(|definition| definition.peer.accepted && definition.is_chosen)
     }
 
-    /// All objects of accepted peers, in the order of their slots. An object that several peers
-    /// define is returned several times.
+    /// The objects of all accepted peers, in the order of the peers' slots. An object that several
+    /// peers define is returned several times.
     pub fn objects(&self) -> impl Iterator<Item = &Object> {
         self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.chosen())
     }
 
-    /// The objects of one peer; empty if it is not accepted, or if there is no such peer.
-    pub fn objects_of(&self, id: Id) -> &[Object] {
+    /// The objects of one peer. Empty if it is not accepted, or if there is no such peer.
+    pub fn objects_of(&self, id: PeerId) -> &[Object] {
         self.index.peer(id).filter(|peer| peer.accepted).map_or(&[], |peer| peer.chosen())
     }
 
-    /// The objects that the plan defines for a lease before the lease is taken in. Empty if the
+    /// The objects that the plan would define for a lease. Does not take in the lease. Empty if the
     /// plan rejects it.
-    pub fn foresee(&self, lease: &Lease, on_link: &Answer<'_>) -> Vec<Object> {
+    pub fn foresee(&self, lease: &Lease, on_link: &ReachLookup<'_>) -> Vec<Object> {
         // The rejection is reported when the lease is taken in.
         let mut planned = self.plan(lease, &Env::new(on_link)).unwrap_or_default();
         planned.objects.truncate(planned.chosen);
@@ -162,8 +173,8 @@ impl Admission {
     }
 
     /// Whether a plan has looked up an address inside `subnet`.
-    pub fn asked_about(&self, subnet: Subnet) -> bool {
-        self.lookups.are_under(subnet)
+    pub fn has_lookup_under(&self, subnet: Subnet) -> bool {
+        self.lookup_results.has_any_under(subnet)
     }
 
     /// The number of accepted peers.
@@ -182,63 +193,60 @@ impl Admission {
         self.advisories.listing()
     }
 
-    /// The accepted peer that defines an object; `None` if there is none.
+    /// The accepted peer that defines an object, or `None` if no accepted peer defines it.
     pub fn definer(&self, key: &Key) -> Option<Subnets> {
-        self.definition(key).map(|claim| claim.peer.lease.subnets)
+        self.definition(key).map(|definition| definition.peer.lease.subnets)
     }
 
-    /// The routes that use a nexthop object which a plan defines; `None` if no plan defines it.
+    /// The routes that use a nexthop object which a plan defines, or `None` if no plan defines it.
     pub fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
-        let Key::Nexthop(wanted) = nexthop else { return None };
-        let by_it = |object: &&Object| match object {
-            Object::Route(Route { via: Via::Nexthop(id), .. }) => id == wanted,
-            _ => false,
-        };
-        let mut claimants = self.index.claimants(nexthop).peekable();
-        claimants.peek()?;
-        let accepted = claimants.filter(|claim| claim.peer.accepted);
-        let routes = accepted.flat_map(|claim| claim.peer.chosen().iter().filter(by_it));
+        let Key::Nexthop(id) = *nexthop else { return None };
+        let mut definitions = self.index.definitions(nexthop).peekable();
+        definitions.peek()?;
+        let routes = definitions
+            .filter(|definition| definition.peer.accepted)
+            .flat_map(|definition| definition.peer.chosen())
+            .filter(|object| uses(object, id));
         Some(routes.map(Object::key).collect())
     }
 
-    /// The peer whose subnet contains `address`: accepted peers come first, then the longest
-    /// prefix.
-    /// `None` if there is none.
-    pub fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
-        let holders = || self.index.holders_of(address);
-        holders().find(|peer| peer.accepted).or_else(|| holders().next())
+    /// The peer whose subnet contains `address`, or `None` if no subnet contains it. If several
+    /// subnets do, accepted peers come first, then the longest prefix.
+    pub fn holder_of(&self, address: IpAddr) -> Option<&PeerEntry> {
+        let accepted = self.index.holders_of(address).find(|peer| peer.accepted);
+        accepted.or_else(|| self.index.holders_of(address).next())
     }
 
-    /// Takes in changed leases; `None`: the lease was deleted. This node's own lease is ignored.
+    /// Takes in changed leases. A change without a lease means that the lease was deleted. This
+    /// node's own lease is ignored.
     pub fn update<'a>(
         &mut self,
         changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
-        on_link: &Answer<'_>,
+        on_link: &ReachLookup<'_>,
     ) -> Changed {
         let mut update = Update::default();
         let own = self.rules.own.as_ref().map(|own| own.subnets);
         for (subnets, lease) in changes.filter(|(subnets, _)| Some(*subnets) != own) {
             let id = self.index.id(&subnets);
-            let answers = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
+            let results = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
             if let Some(lease) = lease {
-                // If the kernel cannot answer, its last answer holds.
-                let on_link = |address| on_link(address).or_else(|| answers.get(&address).copied());
+                // If the lookup fails, its last result holds.
+                let on_link = |address| on_link(address).or_else(|| results.get(&address).copied());
                 self.insert(Arc::clone(lease), &on_link, &mut update);
             }
         }
         self.finish(update)
     }
 
-    /// Repeats the lookups of addresses inside `under` (`None`: of all addresses). Returns the
-    /// leases with a changed answer: call [`update`](Self::update) with them, so that their plans
-    /// run again.
-    pub fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Vec<Arc<Lease>> {
-        let again = self.lookups.recheck(under, on_link);
+    /// Repeats the lookups in `scope`. Returns the leases whose plans got another result: call
+    /// [`update`](Self::update) with them, so that their plans run again.
+    pub fn recheck(&mut self, scope: LookupScope, on_link: &ReachLookup<'_>) -> Vec<Arc<Lease>> {
+        let again = self.lookup_results.recheck(scope, on_link);
         let peers = again.into_iter().filter_map(|id| self.index.peer(id));
         peers.map(|peer| Arc::clone(&peer.lease)).collect()
     }
 
-    /// Takes in the MTUs of paths. Returns the peers whose routes may get another one: call
+    /// Takes in the MTUs of paths. Returns the peers whose routes may get another MTU: call
     /// [`update`](Self::update) with their leases, so that their plans run again.
     pub fn set_path_mtus(&mut self, mtus: &PathMtus) -> BTreeSet<Subnets> {
         if Arc::ptr_eq(&self.path_mtus, mtus) {
@@ -262,42 +270,28 @@ impl Admission {
         peers.map(|peer| peer.lease.subnets).collect()
     }
 
-    fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
+    fn insert(&mut self, lease: Arc<Lease>, on_link: &ReachLookup<'_>, update: &mut Update) {
         let id = self.index.next_id();
-        let on_link = |address| on_link(address).or_else(|| self.lookups.answer(&address));
+        let on_link = |address| on_link(address).or_else(|| self.lookup_results.get(&address));
         let env = Env::new(&on_link);
-        let planned = match self.objection(&lease) {
-            Some(why) => Err(why),
-            None => self.plan(&lease, &env),
-        };
-        let reserved = |planned: &Planned| {
-            let mut keys = planned.objects.iter().map(Object::key);
-            keys.find(|key| self.rules.reserved.contains(key))
-        };
-        let planned = planned.and_then(|planned| match reserved(&planned) {
-            Some(key) => Err(Rejection::ContradictsOwn(key)),
-            None => Ok(planned),
-        });
-        let (planned, rejected) = match planned {
-            Ok(planned) => (planned, None),
-            Err(why) => (Planned::default(), Some(why)),
-        };
-        let Planned { objects, chosen } = planned;
+        let planned = self.plan_unless_rejected(&lease, &env);
+        let rejected = planned.as_ref().err().cloned();
+        let Planned { objects, chosen } = planned.unwrap_or_default();
         if self.expected > 0 {
             self.index.reserve(std::mem::take(&mut self.expected), objects.len());
         }
-        let (asked, mut advice) = env.into_parts();
+        let (looked_up, mut advice) = env.into_parts();
         advice.extend(lease.attrs.unused_offers().map(|unused| unused.to_string().as_str().into()));
         // The reason of a rejection says enough.
         if rejected.is_none() {
             self.advisories.joined(&lease, advice);
         }
-        for (address, answer) in &asked {
-            self.lookups.asked(*address, *answer, id);
+        for (address, reach) in &looked_up {
+            self.lookup_results.note(*address, *reach, id);
         }
         let hosts = if rejected.is_none() { self.hosts(&lease) } else { Box::default() };
-        let extras = Extras { asked: asked.into_keys().collect(), hosts, rejected };
-        let peer = Peer {
+        let extras = Extras { looked_up: looked_up.into_keys().collect(), hosts, rejected };
+        let peer = PeerEntry {
             lease,
             objects: objects.into_boxed_slice(),
             extras: (extras != Extras::default()).then(|| Box::new(extras)),
@@ -306,11 +300,11 @@ impl Admission {
             accepted: false,
         };
         let sharing = self.index.insert(id, peer);
-        update.added.push((id, sharing));
+        update.added.push(NewPeer { id, sharing });
     }
 
-    /// Removes a peer. Returns the answers that its plan got.
-    fn remove(&mut self, id: Id, update: &mut Update) -> BTreeMap<IpAddr, Reach> {
+    /// Removes a peer. Returns the results of the lookups that its plan made.
+    fn remove(&mut self, id: PeerId, update: &mut Update) -> BTreeMap<IpAddr, Reach> {
         for other in self.index.neighbours(id, &mut update.expanded) {
             update.dirty.insert(other);
             self.touch_all(other, update);
@@ -321,39 +315,53 @@ impl Admission {
         if peer.rejected().is_none() {
             self.advisories.left(&peer.lease);
         }
-        let answers = peer
-            .asked()
-            .iter()
-            .filter_map(|address| Some((*address, self.lookups.answer(address)?)));
-        let answers = answers.collect();
-        for address in peer.asked() {
-            self.lookups.forget(address, id);
+        let mut results = BTreeMap::new();
+        for address in peer.looked_up() {
+            results.extend(self.lookup_results.get(address).map(|reach| (*address, reach)));
+            self.lookup_results.forget(address, id);
         }
         self.rejected.remove(&peer.lease.subnets);
         update.vacated.push(id);
-        answers
+        results
     }
 
-    /// Plans the part of a lease that can be accepted: the subnets of enabled families. No plan may
-    /// define a route outside them. Routes have the MTUs of their paths.
+    /// Plans a lease, unless a rule rejects it or it defines a reserved object.
+    fn plan_unless_rejected(&self, lease: &Lease, env: &Env<'_>) -> Result<Planned, Rejection> {
+        if let Some(why) = self.objection(lease) {
+            return Err(why);
+        }
+        let planned = self.plan(lease, env)?;
+        let mut keys = planned.objects.iter().map(Object::key);
+        match keys.find(|key| self.rules.reserved.contains(key)) {
+            Some(key) => Err(Rejection::ContradictsOwn(key)),
+            None => Ok(planned),
+        }
+    }
+
+    /// Plans the part of a lease that can be accepted: its subnets of enabled families. Gives the
+    /// routes the MTUs of their paths. Rejects the lease if its plan defines a route outside these
+    /// subnets.
     fn plan(&self, lease: &Lease, env: &Env<'_>) -> Result<Planned, Rejection> {
         let enabled =
             lease.subnets.iter().filter(|subnet| self.rules.networks[subnet.family()].is_some());
         let Some(subnets) = Subnets::new(enabled) else { return Ok(Planned::default()) };
         let mut planned =
-            OfferPlan::run(&self.plans, &subnets, &lease.attrs, &self.handshakes, env)?;
+            BackendPlan::run(&self.plans, &subnets, &lease.attrs, &self.handshakes, env)?;
         lower(&mut planned.objects, &subnets, &self.path_mtus);
-        let is_stray = |object: &&Object| match object {
-            Object::Route(route) => !subnets.iter().any(|subnet| subnet.covers(&route.dst)),
-            _ => false,
-        };
-        match planned.objects.iter().find(is_stray) {
-            Some(route) => {
-                Err(Rejection::Rejected(format!("it would need the {route}, outside its subnets")))
+        for object in &planned.objects {
+            let Object::Route(route) = object else { continue };
+            if !subnets.iter().any(|subnet| subnet.covers(&route.dst)) {
+                let why = format!("it would need the {object}, outside its subnets");
+                return Err(Rejection::Rejected(why));
             }
-            None => Ok(planned),
         }
+        Ok(planned)
     }
+}
+
+/// Whether an object is a route that uses the nexthop object with this id.
+fn uses(object: &Object, id: u32) -> bool {
+    matches!(object, Object::Route(Route { via: Via::Nexthop(used), .. }) if *used == id)
 }
 
 #[cfg(test)]
@@ -415,7 +423,7 @@ mod tests {
         });
         Admission::new(
             AdmissionRules { networks, own, ..AdmissionRules::default() },
-            vec![OfferPlan::new(None, Box::new(plan))],
+            vec![BackendPlan::new(None, Box::new(plan))],
         )
     }
 
@@ -423,12 +431,12 @@ mod tests {
         peers.rules.own.as_ref().map(|own| own.subnets)
     }
 
-    fn no_answer(_: IpAddr) -> Option<Reach> {
+    fn not_direct(_: IpAddr) -> Option<Reach> {
         Some(Reach::NotDirect)
     }
 
     fn put(peers: &mut Admission, lease: &Arc<Lease>) -> Vec<Delta> {
-        let changed = peers.update([(lease.subnets, Some(lease))].into_iter(), &no_answer);
+        let changed = peers.update([(lease.subnets, Some(lease))].into_iter(), &not_direct);
         all(peers, changed)
     }
 
@@ -450,7 +458,8 @@ mod tests {
 
     #[test]
     fn the_earlier_of_two_overlapping_leases_is_accepted_in_either_order() {
-        let (early, late) = (lease("10.1.2.0-24", 5, 1, 1), lease("10.1.2.128-25", 9, 2, 2));
+        let early = lease("10.1.2.0-24", 5, 1, 1);
+        let late = lease("10.1.2.128-25", 9, 2, 2);
         for order in [[&early, &late], [&late, &early]] {
             let mut peers = peers(None);
             order.iter().for_each(|lease| drop(put(&mut peers, lease)));
@@ -460,7 +469,7 @@ mod tests {
                 "it overlaps the earlier lease 10.1.2.0-24 of 192.0.2.1 (vxlan)"
             );
             assert_eq!(peers.objects().count(), 2);
-            let gone = peers.update([(early.subnets, None)].into_iter(), &no_answer);
+            let gone = peers.update([(early.subnets, None)].into_iter(), &not_direct);
             assert_eq!((gone.deltas.len(), why(&peers, &late)), (4, String::new()));
         }
     }
@@ -468,24 +477,23 @@ mod tests {
     #[test]
     fn a_lease_is_accepted_if_the_one_that_overlaps_it_is_rejected() {
         let mut peers = peers(None);
-        let (first, second, third) = (
-            lease("10.1.0.0-23", 1, 1, 1),
-            lease("10.1.1.0-24", 2, 2, 1),
-            lease("10.1.1.0-25", 3, 3, 3),
-        );
+        let first = lease("10.1.0.0-23", 1, 1, 1);
+        let second = lease("10.1.1.0-24", 2, 2, 1);
+        let third = lease("10.1.1.0-25", 3, 3, 3);
         [&third, &second, &first].iter().for_each(|lease| drop(put(&mut peers, lease)));
         assert!(
             why(&peers, &second).contains("10.1.0.0-23")
                 && why(&peers, &third).contains("10.1.0.0-23")
         );
-        peers.update([(first.subnets, None)].into_iter(), &no_answer);
+        peers.update([(first.subnets, None)].into_iter(), &not_direct);
         assert!(why(&peers, &second).is_empty() && why(&peers, &third).contains("10.1.1.0-24"));
     }
 
     #[test]
     fn two_definitions_of_one_object_clash() {
         let mut peers = peers(None);
-        let (a, b) = (lease("10.1.1.0-24", 1, 1, 7), lease("10.1.2.0-24", 2, 2, 7));
+        let a = lease("10.1.1.0-24", 1, 1, 7);
+        let b = lease("10.1.2.0-24", 2, 2, 7);
         put(&mut peers, &b);
         let deltas = put(&mut peers, &a);
         assert_eq!(
@@ -509,7 +517,7 @@ mod tests {
         // It is the later one.
         let own = Some(lease("10.1.9.0-24", 9, 9, 9));
         let rules = AdmissionRules { networks, own, ..AdmissionRules::default() };
-        let mut peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
+        let mut peers = Admission::new(rules, vec![BackendPlan::new(None, Box::new(plan))]);
         let thief = lease("10.1.1.0-24", 1, 1, 9);
         put(&mut peers, &thief);
         assert_eq!(why(&peers, &thief), "fdb 0a:09:09:09:09:09 dev flannel.1 is this node's own");
@@ -518,10 +526,11 @@ mod tests {
     #[test]
     fn a_moved_peer_is_not_reported_as_added() {
         let mut peers = peers(None);
-        let (first, moved) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.1.0-24", 1, 2, 1));
-        let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
+        let first = lease("10.1.1.0-24", 1, 1, 1);
+        let moved = lease("10.1.1.0-24", 1, 2, 1);
+        let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &not_direct);
         assert_eq!((changed.deltas, changed.added.len()), (vec![], 1));
-        let changed = peers.update([(moved.subnets, Some(&moved))].into_iter(), &no_answer);
+        let changed = peers.update([(moved.subnets, Some(&moved))].into_iter(), &not_direct);
         assert_eq!((changed.deltas.len(), changed.added.len()), (1, 0), "the route is the same");
     }
 
@@ -552,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_answer_plans_the_peer_again() {
+    fn a_changed_lookup_plans_the_peer_again() {
         let mut peers = peers(None);
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         put(&mut peers, &lease("10.1.2.0-24", 1, 2, 2));
@@ -561,17 +570,19 @@ mod tests {
         let one = |address: IpAddr| {
             Some(if address == near { Reach::Direct(eth0) } else { Reach::NotDirect })
         };
-        let recheck = |peers: &mut Admission, under: Option<&str>, answer: &Answer<'_>| {
-            let leases = peers.recheck(under.map(|under| under.parse().unwrap()), answer);
+        let recheck = |peers: &mut Admission, scope: LookupScope, on_link: &ReachLookup<'_>| {
+            let leases = peers.recheck(scope, on_link);
             let again = leases.iter().map(|lease| (lease.subnets, Some(lease)));
-            peers.update(again, answer).deltas
+            peers.update(again, on_link).deltas
         };
-        let elsewhere = recheck(&mut peers, Some("198.51.100.0/24"), &|_| panic!("asked"));
+        let under = |subnet: &str| LookupScope::Under(subnet.parse().unwrap());
+        let elsewhere = recheck(&mut peers, under("198.51.100.0/24"), &|_| panic!("looked up"));
         assert_eq!(elsewhere, vec![]);
-        let deltas = recheck(&mut peers, Some("192.0.2.0/24"), &one);
+        let deltas = recheck(&mut peers, under("192.0.2.0/24"), &one);
         assert_eq!(deltas.len(), 3, "one route changed, one fdb moved: {deltas:?}");
-        assert_eq!(recheck(&mut peers, None, &one), vec![]);
-        assert_eq!(recheck(&mut peers, None, &|_| None), vec![], "no answer changes nothing");
+        assert_eq!(recheck(&mut peers, LookupScope::All, &one), vec![]);
+        let failed = recheck(&mut peers, LookupScope::All, &|_| None);
+        assert_eq!(failed, vec![], "a failed lookup changes nothing");
     }
 
     #[test]
@@ -586,7 +597,7 @@ mod tests {
     }
 
     #[test]
-    fn no_plan_may_claim_a_route_outside_its_lease() {
+    fn no_plan_may_define_a_route_outside_its_lease() {
         let plan: Box<Plan> = Box::new(|_, _, _, objects| {
             let dst = "10.1.0.0/16".parse().unwrap();
             objects.push(Route { dst, via: Via::Blackhole, mtu: None }.into());
@@ -595,7 +606,7 @@ mod tests {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let mut peers = Admission::new(
             AdmissionRules { networks, ..AdmissionRules::default() },
-            vec![OfferPlan::new(None, Box::new(plan))],
+            vec![BackendPlan::new(None, Box::new(plan))],
         );
         let greedy = lease("10.1.1.0-24", 1, 1, 1);
         put(&mut peers, &greedy);
@@ -618,7 +629,7 @@ mod tests {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let mut peers = Admission::new(
             AdmissionRules { networks, ..AdmissionRules::default() },
-            vec![OfferPlan::new(None, Box::new(plan))],
+            vec![BackendPlan::new(None, Box::new(plan))],
         );
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let mtus = peers.objects().map(|object| match object {
@@ -634,13 +645,14 @@ mod tests {
     #[test]
     fn a_peer_that_left_leaves_only_its_slot() {
         let mut peers = peers(None);
-        let (one, other) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.2.0-24", 1, 2, 2));
+        let one = lease("10.1.1.0-24", 1, 1, 1);
+        let other = lease("10.1.2.0-24", 1, 2, 2);
         put(&mut peers, &one);
         let slot = peers.index.id(&one.subnets);
-        let asked_about = Subnet::host([192, 0, 2, 1].into());
-        assert!(peers.asked_about(asked_about));
-        peers.update([(one.subnets, None)].into_iter(), &no_answer);
-        assert!(!peers.asked_about(asked_about), "no plan uses the lookup any more");
+        let looked_up = Subnet::host([192, 0, 2, 1].into());
+        assert!(peers.has_lookup_under(looked_up));
+        peers.update([(one.subnets, None)].into_iter(), &not_direct);
+        assert!(!peers.has_lookup_under(looked_up), "no plan uses the lookup any more");
         put(&mut peers, &other);
         assert!(slot.is_some() && peers.index.id(&other.subnets) == slot);
     }
@@ -663,7 +675,7 @@ mod tests {
             networks: networks.into_iter().collect(),
             ..AdmissionRules::default()
         };
-        let accept = OfferPlan::new(None, Box::new(|_, _, _, _| Ok(())));
+        let accept = BackendPlan::new(None, Box::new(|_, _, _, _| Ok(())));
         let mut peers = Admission::new(rules, vec![accept]);
         let no_host = "is not a unicast host address";
         let inside = "lies inside its own subnet 10.1.2.0/24, whose addresses are for pods";
@@ -713,7 +725,7 @@ mod tests {
         let networks = ["10.0.0.0/8", "fd00:1::/48"].map(|net| net.parse::<Subnet>().unwrap());
         let networks = networks.into_iter().collect();
         let rules = AdmissionRules { networks, own, ..AdmissionRules::default() };
-        Admission::new(rules, vec![OfferPlan::new(None, Box::new(|_, _, _, _| Ok(())))])
+        Admission::new(rules, vec![BackendPlan::new(None, Box::new(|_, _, _, _| Ok(())))])
     }
 
     #[test]
@@ -769,12 +781,12 @@ mod tests {
         put(&mut peers, &around);
         assert_eq!(why(&peers, &around), "it contains 10.0.0.1, this node's own public address");
         for gone in [&early, &hijacker] {
-            peers.update([(gone.subnets, None)].into_iter(), &no_answer);
+            peers.update([(gone.subnets, None)].into_iter(), &not_direct);
         }
         assert_eq!((why(&peers, &late), why(&peers, &greedy)), (String::new(), String::new()));
     }
 
-    /// The cost of each lease does not grow with the number of those that clash with it. If it did,
+    /// The cost of a lease does not grow with the number of leases that clash with it. If it did,
     /// this test would take hours.
     #[test]
     fn a_hundred_thousand_leases_that_all_clash_are_decided() {
@@ -799,12 +811,12 @@ mod tests {
         let put = |lease: &'_ Arc<Lease>| (lease.subnets, Some(Arc::clone(lease)));
         for slice in std::iter::once(first).chain(second.chunks(64)) {
             let slice: Vec<_> = slice.iter().rev().map(put).collect();
-            peers.update(slice.iter().map(|(key, lease)| (*key, lease.as_ref())), &no_answer);
+            peers.update(slice.iter().map(|(key, lease)| (*key, lease.as_ref())), &not_direct);
         }
         assert_eq!((peers.accepted(), peers.rejected().len()), (1, 99_999));
         assert_eq!(why(&peers, &leases[0]), "");
         let gone = leases.iter().take(99_999).map(|lease| (lease.subnets, None));
-        peers.update(gone, &no_answer);
+        peers.update(gone, &not_direct);
         assert_eq!((peers.accepted(), peers.objects().count()), (1, 2));
     }
 
@@ -825,7 +837,7 @@ mod tests {
         let (earliest, others) = leases.split_at(1);
         for slice in others.chunks(64).chain([earliest]) {
             let slice = slice.iter().map(|lease| (lease.subnets, Some(lease)));
-            peers.update(slice, &no_answer);
+            peers.update(slice, &not_direct);
         }
         assert_eq!((peers.accepted(), peers.rejected().len()), (1, 99_999));
         assert_eq!(why(&peers, &leases[0]), "");
@@ -845,9 +857,9 @@ mod tests {
             let mut peers = peers(None);
             let leases: Vec<_> = (0..count).map(of).collect();
             let all = leases.iter().rev().map(|lease| (lease.subnets, Some(lease)));
-            peers.update(all, &no_answer);
+            peers.update(all, &not_direct);
             assert_eq!((peers.accepted(), why(&peers, &leases[0])), (1, String::new()));
-            peers.update(leases.iter().map(|lease| (lease.subnets, None)), &no_answer);
+            peers.update(leases.iter().map(|lease| (lease.subnets, None)), &not_direct);
             peers.index.reads.get()
         };
         let one = |_: u32| "10.1.2.0/24".parse().unwrap();
@@ -856,7 +868,8 @@ mod tests {
             _ => Subnet::new((0x0a01_0000 | n << 1).to_be_bytes().into(), 31).unwrap(),
         };
         for subnet in [&one as &dyn Fn(u32) -> Subnet, &half_are_inside] {
-            let (few, many) = (work(250, subnet), work(2500, subnet));
+            let few = work(250, subnet);
+            let many = work(2500, subnet);
             assert!(many < 15 * few, "{few} peers looked at for 250 leases, {many} for 2500");
         }
     }
@@ -870,8 +883,9 @@ mod tests {
             usable.then_some(()).ok_or_else(|| Rejection::Rejected("no family is usable".into()))
         };
         let rules = AdmissionRules { networks, ..AdmissionRules::default() };
-        let mut peers = Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))]);
-        let (good, bad) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.2.0-24", 2, 2, 2));
+        let mut peers = Admission::new(rules, vec![BackendPlan::new(None, Box::new(plan))]);
+        let good = lease("10.1.1.0-24", 1, 1, 1);
+        let bad = lease("10.1.2.0-24", 2, 2, 2);
         [&good, &bad].into_iter().for_each(|lease| drop(put(&mut peers, lease)));
         assert_eq!(why(&peers, &bad), "no family is usable");
         let advisories: Vec<_> = peers.advisories().keys().map(ToString::to_string).collect();
@@ -883,7 +897,7 @@ mod tests {
     fn all_nodes_accept_the_same_leases_whichever_offer_they_choose() {
         let networks: Dual<Subnet> =
             ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let offer_plan = |kind: &'static str, link: &'static str| {
+        let backend_plan = |kind: &'static str, link: &'static str| {
             let plan = move |_: &Subnets, offer: &Offer, _: &Env<'_>, out: &mut Vec<Object>| {
                 let mac = offer.data.v4.as_deref().and_then(|mac| mac.parse().ok());
                 let mac = mac.ok_or_else(|| Rejection::Rejected("no MAC address".into()))?;
@@ -891,7 +905,7 @@ mod tests {
                 out.push(Fdb { link: link.parse().unwrap(), mac, dst }.into());
                 Ok(())
             };
-            OfferPlan::new(Some(kind), Box::new(plan))
+            BackendPlan::new(Some(kind), Box::new(plan))
         };
         let offer = |kind: &'static str, mac: u8, public: u8| {
             Offer::new([IpAddr::from([192, 0, 2, public])].into_iter().collect())
@@ -906,8 +920,8 @@ mod tests {
         let late = both("10.1.2.0-24", 2, offer("a", 2, 2), offer("b", 3, 2));
         let broken = both("10.1.3.0-24", 3, offer("x", 2, 3), offer("b", 4, 3));
         for (plans, link) in [
-            (vec![offer_plan("a", "one"), offer_plan("b", "two")], "one"),
-            (vec![offer_plan("b", "two")], "two"),
+            (vec![backend_plan("a", "one"), backend_plan("b", "two")], "one"),
+            (vec![backend_plan("b", "two")], "two"),
         ] {
             let rules = AdmissionRules { networks, ..AdmissionRules::default() };
             let mut peers = Admission::new(rules, plans);
@@ -926,7 +940,7 @@ mod tests {
     fn planned(lease: &Lease, own: Option<Subnets>) -> Option<Vec<Object>> {
         let network: Subnet = "10.1.0.0/16".parse().unwrap();
         let mut objects = Vec::new();
-        let env = Env::new(&no_answer);
+        let env = Env::new(&not_direct);
         plan(&lease.subnets, &lease.attrs.preferred, &env, &mut objects).ok()?;
         let inside = lease.subnets.iter().all(|s| network.covers(&s));
         let ours = own.is_some_and(|own| own.overlaps(&lease.subnets));
@@ -968,7 +982,8 @@ mod tests {
         ) {
             let own = "10.1.3.0-25";
             let mut peers = peers(Some(own));
-            let (mut leases, mut objects) = (LeaseSet::default(), BTreeMap::new());
+            let mut leases = LeaseSet::default();
+            let mut objects = BTreeMap::new();
             let mut old = leases.clone();
             for (n, len, since, public, mac, there, is_last) in steps {
                 let base = Subnet::new(IpAddr::from([10, 1, n / 2, (n % 2) * 128]), len).unwrap();
@@ -984,7 +999,7 @@ mod tests {
                 // One update may have several changes.
                 if !is_last { continue; }
                 let before = std::mem::replace(&mut old, leases.clone());
-                let changed = peers.update(leases.changes_since(&before), &no_answer);
+                let changed = peers.update(leases.changes_since(&before), &not_direct);
                 for delta in all(&peers, changed) {
                     prop_assert_eq!(objects.get(&delta.key), delta.before.as_ref());
                     match delta.after {

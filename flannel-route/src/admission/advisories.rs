@@ -1,5 +1,5 @@
-//! Advisories: conditions of leases that an operator should know. An advisory exists as
-//! long as the leases that it is about.
+//! Advisories: conditions of leases that an operator should know. An advisory exists as long as the
+//! leases that it is about.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -17,11 +17,11 @@ use flannel_core::{Lease, Subnets};
 pub(crate) struct Advisories {
     /// This node's own public addresses.
     own: Dual<IpAddr>,
-    /// The public addresses that nodes have.
+    /// The public addresses of all nodes.
     publics: HashSet<IpAddr>,
     /// The number of nodes for each address that several nodes have.
     shared: HashMap<IpAddr, u32>,
-    /// The advice of plans.
+    /// The advice of plans, by lease.
     planned: BTreeMap<Subnets, Vec<Advice>>,
     listing: SortedMap<Advisory>,
 }
@@ -42,7 +42,7 @@ impl Advisories {
         &self.listing
     }
 
-    /// A peer joined, with the advice of its plan.
+    /// Takes in a new peer with the advice of its plan.
     pub(crate) fn joined(&mut self, lease: &Lease, advice: Vec<Advice>) {
         for address in lease.attrs.preferred.public.values() {
             self.count(*address, true);
@@ -55,7 +55,7 @@ impl Advisories {
         }
     }
 
-    /// A peer left.
+    /// Forgets a peer that left.
     pub(crate) fn left(&mut self, lease: &Lease) {
         for address in lease.attrs.preferred.public.values() {
             self.count(*address, false);
@@ -65,7 +65,8 @@ impl Advisories {
         }
     }
 
-    /// Counts one more or one less node with a public address. Several nodes are an advisory.
+    /// Counts one more node with a public address, or one less. There is an advisory if several
+    /// nodes have it.
     fn count(&mut self, address: IpAddr, more: bool) {
         if more && self.publics.insert(address) {
             return;

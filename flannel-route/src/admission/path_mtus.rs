@@ -6,22 +6,19 @@ use std::sync::Arc;
 use flannel_core::object::{Object, Via};
 use flannel_core::{Subnet, Subnets};
 
-/// The MTUs of paths on which larger packets are lost, in bytes, by the subnets of peers. The
-/// routes to these subnets get them.
+/// The MTUs of paths on which larger packets are lost, in bytes, by the subnet of the peer. The
+/// route to the subnet gets the MTU.
 pub type PathMtus = Arc<BTreeMap<Subnet, u16>>;
 
 /// Gives the routes to these subnets the MTUs of their paths, unless their own MTU is smaller.
 pub(crate) fn lower(objects: &mut [Object], subnets: &Subnets, mtus: &PathMtus) {
-    let mtu_to = |dst: &Subnet| {
-        let subnet = subnets.iter().find(|subnet| subnet.covers(dst))?;
-        mtus.get(&subnet).copied()
-    };
     for object in objects {
         if let Object::Route(route) = object
             && !matches!(route.via, Via::Blackhole | Via::LastResort)
-            && let Some(mtu) = mtu_to(&route.dst)
+            && let Some(subnet) = subnets.iter().find(|subnet| subnet.covers(&route.dst))
+            && let Some(mtu) = mtus.get(&subnet)
         {
-            route.mtu = route.mtu.into_iter().chain([mtu]).min();
+            route.mtu = Some(route.mtu.map_or(*mtu, |own| own.min(*mtu)));
         }
     }
 }
@@ -35,7 +32,7 @@ mod tests {
     use flannel_core::status::Rejection;
 
     use super::*;
-    use crate::admission::{Admission, AdmissionRules, OfferPlan};
+    use crate::admission::{Admission, AdmissionRules, BackendPlan};
 
     /// A plan with a route to each subnet, and an MTU of its own for IPv6.
     fn plan(
@@ -54,7 +51,7 @@ mod tests {
     fn admission() -> Admission {
         let networks = ["10.1.0.0/16", "fd00:1::/48"].map(subnet).into_iter().collect();
         let rules = AdmissionRules { networks, ..AdmissionRules::default() };
-        Admission::new(rules, vec![OfferPlan::new(None, Box::new(plan))])
+        Admission::new(rules, vec![BackendPlan::new(None, Box::new(plan))])
     }
 
     fn subnet(text: &str) -> Subnet {
@@ -79,25 +76,28 @@ mod tests {
     ) -> Vec<(String, Option<u16>)> {
         let mtus = mtus.iter().map(|(dst, mtu)| (subnet(dst), *mtu)).collect();
         let again = peers.set_path_mtus(&Arc::new(mtus));
-        let lease = |key: &Subnets| leases.iter().find(|lease| lease.subnets == *key);
-        let changed =
-            peers.update(again.iter().map(|key| (*key, lease(key))), &|_| Some(Reach::NotDirect));
+        let changes =
+            again.iter().map(|key| (*key, leases.iter().find(|lease| lease.subnets == *key)));
+        let changed = peers.update(changes, &|_| Some(Reach::NotDirect));
         assert!(changed.added.is_empty(), "no peer is new");
-        let route = |object: Option<Object>| match object {
-            Some(Object::Route(route)) => (route.dst.to_string(), route.mtu),
-            other => panic!("{other:?}"),
-        };
-        changed.deltas.into_iter().map(|delta| route(delta.after)).collect()
+        let mut routes = Vec::new();
+        for delta in changed.deltas {
+            let Some(Object::Route(route)) = delta.after else { panic!("{delta:?}") };
+            routes.push((route.dst.to_string(), route.mtu));
+        }
+        routes
     }
 
     #[test]
     fn a_route_has_the_mtu_of_its_path_while_there_is_one() {
-        let (mut peers, both) = (admission(), lease("10.1.7.0-24&fd00:1:0:7::-64", 1));
+        let mut peers = admission();
+        let both = lease("10.1.7.0-24&fd00:1:0:7::-64", 1);
         let leases = [both, lease("10.1.8.0-24", 2)];
         peers.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), &|_| {
             Some(Reach::NotDirect)
         });
-        let (four, six) = ("10.1.7.0/24", "fd00:1:0:7::/64");
+        let four = "10.1.7.0/24";
+        let six = "fd00:1:0:7::/64";
         let mut set = |mtus: &[(&str, u16)]| set(&mut peers, &leases, mtus);
         let route = |dst: &str, mtu| (dst.to_owned(), mtu);
         assert_eq!(set(&[(four, 1350)]), [route(four, Some(1350))], "that family alone");
@@ -114,7 +114,8 @@ mod tests {
     #[test]
     fn a_peer_that_is_accepted_later_has_the_mtu() {
         let mut peers = admission();
-        let (early, late) = (lease("10.1.7.0-24&fd00:1:0:7::-64", 1), lease("10.1.7.0-24", 2));
+        let early = lease("10.1.7.0-24&fd00:1:0:7::-64", 1);
+        let late = lease("10.1.7.0-24", 2);
         let leases = [early, late];
         peers.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), &|_| {
             Some(Reach::NotDirect)
@@ -135,7 +136,8 @@ mod tests {
 
     #[test]
     fn a_blackhole_has_no_mtu() {
-        let (dst, own) = (subnet("10.1.7.0/24"), "10.1.7.0-24".parse().unwrap());
+        let dst = subnet("10.1.7.0/24");
+        let own = "10.1.7.0-24".parse().unwrap();
         let mut objects = [Route { dst, via: Via::Blackhole, mtu: None }.into()];
         let before = objects.clone();
         lower(&mut objects, &own, &Arc::new([(dst, 1300)].into()));

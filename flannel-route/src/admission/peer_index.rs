@@ -1,7 +1,7 @@
-//! The index of peers: by lease, by subnets around and inside others, and by the objects of plans.
+//! The index of peers by lease, by subnets around and inside others, and by the objects of plans.
 //!
 //! The lease and the objects of a peer are stored once, in its slot. The indexes have only the
-//! numbers of slots. So a peer costs some hundred bytes, not a thousand.
+//! numbers of slots, so that a peer costs some hundred bytes and not a thousand.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,17 +18,17 @@ use flannel_core::status::Rejection;
 use flannel_core::{Lease, Subnet, Subnets};
 
 /// The number of a peer's slot. After the peer was removed, another peer may get the slot.
-pub type Id = u32;
+pub type PeerId = u32;
 
 /// A peer: its lease, and the objects that plans define for it.
 #[derive(Debug)]
-pub struct Peer {
+pub struct PeerEntry {
     /// The newest lease of the peer.
     pub lease: Arc<Lease>,
-    /// The objects that plans define, one for each key; first those of the chosen offer. Empty if
-    /// no plan accepted an offer.
+    /// The objects that plans define, one for each key. The objects of the chosen offer come first.
+    /// Empty if no plan accepted an offer.
     pub(crate) objects: Box<[Object]>,
-    /// Most peers have no extras.
+    /// `None` for most peers.
     pub(crate) extras: Option<Box<Extras>>,
     /// The number of objects of the chosen offer.
     pub(crate) chosen: u16,
@@ -36,107 +36,120 @@ pub struct Peer {
     pub accepted: bool,
 }
 
+/// What few peers have.
 #[derive(Debug, PartialEq, Eq, Default)]
 pub(crate) struct Extras {
     /// The addresses that the plan looked up.
-    pub(crate) asked: Box<[IpAddr]>,
+    pub(crate) looked_up: Box<[IpAddr]>,
     /// The public addresses inside the pod networks.
     pub(crate) hosts: Box<[IpAddr]>,
-    /// Why the lease is rejected, whatever other peers are. No plan ran, or all plans rejected it.
+    /// Why the lease is rejected, even without any other peer: a rule forbids it, or all plans
+    /// rejected it.
     pub(crate) rejected: Option<Rejection>,
 }
 
-impl Peer {
+impl PeerEntry {
     /// The objects of the chosen offer, which the kernel gets.
     pub fn chosen(&self) -> &[Object] {
         &self.objects[..usize::from(self.chosen).min(self.objects.len())]
     }
 
-    /// The addresses that its plan looked up.
-    pub(crate) fn asked(&self) -> &[IpAddr] {
-        self.extras.as_ref().map_or(&[], |extras| &extras.asked)
+    /// Whether a plan defines the object with this key for the peer.
+    fn defines(&self, key: &Key) -> bool {
+        self.objects.iter().any(|object| object.key() == *key)
     }
 
-    /// Its public addresses inside the pod networks.
+    /// The addresses that the plan of the peer looked up.
+    pub(crate) fn looked_up(&self) -> &[IpAddr] {
+        self.extras.as_ref().map_or(&[], |extras| &extras.looked_up)
+    }
+
+    /// The public addresses of the peer inside the pod networks.
     pub(crate) fn hosts(&self) -> &[IpAddr] {
         self.extras.as_ref().map_or(&[], |extras| &extras.hosts)
     }
 
-    /// Why the lease is rejected, whatever other peers are.
+    /// Why the lease is rejected, even without any other peer.
     pub(crate) fn rejected(&self) -> Option<&Rejection> {
         self.extras.as_ref()?.rejected.as_ref()
     }
 }
 
+/// All peers, accepted and rejected.
 #[derive(Debug, Default)]
 pub(crate) struct PeerIndex {
-    slots: Vec<Option<Peer>>,
-    free: Vec<Id>,
+    slots: Vec<Option<PeerEntry>>,
+    /// The slots without a peer.
+    free: Vec<PeerId>,
     hasher: RandomState,
     /// Every peer, by its subnets.
-    ids: HashTable<Id>,
+    ids: HashTable<PeerId>,
     /// Every object of every peer, by its key, with the first peer that defines it.
-    claims: HashTable<Claim>,
+    first_definers: HashTable<FirstDefiner>,
     /// The other peers that define an object.
-    more: HashMap<Key, BTreeSet<Id>>,
-    /// The peers whose definition of an object names its key, for objects that several peers
-    /// define.
-    named: HashMap<Key, BTreeSet<Id>>,
+    further_definers: HashMap<Key, BTreeSet<PeerId>>,
+    /// For objects that several peers define: the peers whose definition is named after themselves
+    /// ([`Object::is_derived`]).
+    named_by: HashMap<Key, BTreeSet<PeerId>>,
     /// Every subnet of every peer. A subnet is sorted directly before the subnets inside it.
-    subnets: BTreeSet<(Subnet, Id)>,
+    subnets: BTreeSet<(Subnet, PeerId)>,
     /// The public addresses of every peer that are inside the pod networks.
-    hosts: BTreeSet<(IpAddr, Id)>,
-    /// The number of subnets of each length: a search for covering subnets tries only these
+    hosts: BTreeSet<(IpAddr, PeerId)>,
+    /// The number of subnets of each prefix length. A search for covering subnets tries only these
     /// lengths.
     lengths: BTreeMap<u8, usize>,
-    /// How often a peer was looked at.
+    /// How often a peer was read.
     #[cfg(test)]
     pub(crate) reads: std::cell::Cell<u64>,
 }
 
-/// What [`PeerIndex::neighbours`] has looked up already.
+/// What [`PeerIndex::neighbours`] has searched already.
 #[derive(Debug, Default)]
 pub(crate) struct Expanded {
     /// Subnets whose inside was searched.
     insides: HashSet<Subnet>,
     /// Subnets whose peers were found.
     subnets: HashSet<Subnet>,
+    /// Objects whose definers were found.
     keys: HashSet<Key>,
 }
 
-/// Whether other peers claim an object of a new peer.
+/// Whether other peers define an object of a new peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Sharing {
-    /// None does.
+    /// No other peer defines one.
     Alone,
-    /// Some do.
+    /// Other peers define one.
     Shared,
-    /// Some do, and the new peer is the first whose definition names the key. So none of the others
-    /// stays accepted, even if it was there before, and even if the new peer is rejected.
+    /// Other peers define one, and the definition of the new peer is the first that is named after
+    /// its peer. The other peers are then rejected, even if they were accepted before, and even if
+    /// the new peer is rejected.
     Displaces,
 }
 
-/// A peer that claims an object.
-pub(crate) struct Claimant<'a> {
-    pub(crate) id: Id,
-    pub(crate) peer: &'a Peer,
+/// The definition of an object by a peer.
+pub(crate) struct Definition<'a> {
+    pub(crate) id: PeerId,
+    pub(crate) peer: &'a PeerEntry,
     pub(crate) object: &'a Object,
-    /// The object is one of the chosen offer.
+    /// The object belongs to the chosen offer.
     pub(crate) is_chosen: bool,
 }
 
-/// The entry of a claim in the index.
+/// The first peer that defines an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Claim {
-    /// The hash of the object's key, so that a growing table and a search read no other slots.
+struct FirstDefiner {
+    /// The hash of the object's key. Without it, a search and a growing table would read the slots
+    /// of other peers.
     hash: u32,
-    /// The peer. Its few objects are searched for the key.
-    id: Id,
+    /// The peer. A search compares the key with its few objects.
+    id: PeerId,
 }
 
-impl Claim {
-    /// A table uses both ends of a hash: one as the place, the other to skip other entries.
-    fn spread(hash: u32) -> u64 {
+impl FirstDefiner {
+    /// The hash for the table. The table uses the low bits for the place and the high bits to skip
+    /// other entries, so both ends must vary.
+    fn table_hash(hash: u32) -> u64 {
         u64::from(hash) << 32 | u64::from(hash)
     }
 }
@@ -145,114 +158,122 @@ fn hash_of(hasher: &RandomState, key: &Key) -> u32 {
     hasher.hash_one(key) as u32
 }
 
+/// The hash of the subnets of the peer in a slot, or 0 without a peer.
+fn hash_of_slot(hasher: &RandomState, slots: &[Option<PeerEntry>], id: PeerId) -> u64 {
+    slots[id as usize].as_ref().map_or(0, |peer| hasher.hash_one(peer.lease.subnets))
+}
+
 impl PeerIndex {
     /// The number of peers.
     pub(crate) fn len(&self) -> usize {
         self.ids.len()
     }
 
-    pub(crate) fn peer(&self, id: Id) -> Option<&Peer> {
+    pub(crate) fn peer(&self, id: PeerId) -> Option<&PeerEntry> {
         #[cfg(test)]
         self.reads.set(self.reads.get() + 1);
         self.slots.get(id as usize)?.as_ref()
     }
 
-    /// Accepts or rejects a peer. An accepted one is the first of those that define its objects.
-    pub(crate) fn set_accepted(&mut self, id: Id, accepted: bool) {
-        let Self { slots, hasher, claims, more, .. } = self;
+    /// Accepts or rejects a peer. An accepted peer becomes the first definer of its objects.
+    pub(crate) fn set_accepted(&mut self, id: PeerId, accepted: bool) {
+        let Self { slots, hasher, first_definers, further_definers, .. } = self;
         let Some(Some(peer)) = slots.get_mut(id as usize) else { return };
         peer.accepted = accepted;
-        if !accepted || more.is_empty() {
+        if !accepted || further_definers.is_empty() {
             return;
         }
         let Some(Some(peer)) = slots.get(id as usize) else { return };
         for object in &peer.objects {
             let key = object.key();
-            let Some(others) = more.get_mut(&key).filter(|others| others.contains(&id)) else {
+            let Some(further) = further_definers.get_mut(&key) else { continue };
+            if !further.contains(&id) {
                 continue;
-            };
+            }
             let hash = hash_of(hasher, &key);
-            let is_of_key = |claim: &Claim| {
-                let peer = slots.get(claim.id as usize).and_then(Option::as_ref);
-                let mut objects = peer.into_iter().flat_map(|peer| peer.objects.iter());
-                claim.hash == hash && objects.any(|object| object.key() == key)
-            };
-            if let Some(first) = claims.find_mut(Claim::spread(hash), is_of_key) {
-                others.remove(&id);
-                others.insert(std::mem::replace(&mut first.id, id));
+            let first = first_definers.find_mut(FirstDefiner::table_hash(hash), |first| {
+                first.hash == hash
+                    && matches!(&slots[first.id as usize], Some(peer) if peer.defines(&key))
+            });
+            if let Some(first) = first {
+                further.remove(&id);
+                further.insert(std::mem::replace(&mut first.id, id));
             }
         }
     }
 
-    pub(crate) fn peers(&self) -> impl Iterator<Item = &Peer> {
+    pub(crate) fn peers(&self) -> impl Iterator<Item = &PeerEntry> {
         self.slots.iter().flatten()
     }
 
-    pub(crate) fn id(&self, subnets: &Subnets) -> Option<Id> {
-        let is_it = |id: &Id| self.peer(*id).is_some_and(|peer| peer.lease.subnets == *subnets);
+    pub(crate) fn id(&self, subnets: &Subnets) -> Option<PeerId> {
+        let is_it = |id: &PeerId| self.peer(*id).is_some_and(|peer| peer.lease.subnets == *subnets);
         self.ids.find(self.hasher.hash_one(subnets), is_it).copied()
     }
 
-    /// All peers that claim an object, with their definitions.
-    pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = Claimant<'_>> {
-        self.claimants_with(hash_of(&self.hasher, key), *key)
+    /// The definitions of an object by all peers.
+    pub(crate) fn definitions(&self, key: &Key) -> impl Iterator<Item = Definition<'_>> {
+        self.definitions_with_hash(hash_of(&self.hasher, key), *key)
     }
 
-    fn claimants_with(&self, hash: u32, key: Key) -> impl Iterator<Item = Claimant<'_>> {
-        let claimant = move |id| {
-            let peer = self.peer(id)?;
-            let n = peer.objects.iter().position(|object| object.key() == key)?;
-            let is_chosen = n < usize::from(peer.chosen);
-            Some(Claimant { id, peer, object: &peer.objects[n], is_chosen })
-        };
-        let mut alike =
-            self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
-        let first = alike.find_map(move |claim| claimant(claim.id));
-        let more = self.more.get(&key).into_iter().flatten();
-        first.into_iter().chain(more.filter_map(move |id| claimant(*id)))
+    fn definitions_with_hash(&self, hash: u32, key: Key) -> impl Iterator<Item = Definition<'_>> {
+        let alike = self.first_definers.iter_hash(FirstDefiner::table_hash(hash));
+        let first = alike
+            .filter(move |first| first.hash == hash)
+            .find_map(move |first| self.definition_by(first.id, &key));
+        let further = self.further_definers.get(&key).into_iter().flatten();
+        first.into_iter().chain(further.filter_map(move |id| self.definition_by(*id, &key)))
+    }
+
+    /// The definition of an object by a peer.
+    fn definition_by(&self, id: PeerId, key: &Key) -> Option<Definition<'_>> {
+        let peer = self.peer(id)?;
+        let n = peer.objects.iter().position(|object| object.key() == *key)?;
+        let is_chosen = n < usize::from(peer.chosen);
+        Some(Definition { id, peer, object: &peer.objects[n], is_chosen })
     }
 
     /// Reserves room for `peers` more peers with `objects` objects each.
     pub(crate) fn reserve(&mut self, peers: usize, objects: usize) {
         let Self { slots, hasher, ids, .. } = self;
         slots.reserve(peers.saturating_sub(self.free.len()));
-        ids.reserve(peers, |id| {
-            let subnets = slots[*id as usize].as_ref().map(|peer| peer.lease.subnets);
-            subnets.map_or(0, |subnets| hasher.hash_one(subnets))
-        });
-        self.claims.reserve(peers * objects, |claim| Claim::spread(claim.hash));
+        ids.reserve(peers, |id| hash_of_slot(hasher, slots, *id));
+        self.first_definers.reserve(peers * objects, |first| FirstDefiner::table_hash(first.hash));
     }
 
     /// A slot for the next peer to be inserted.
-    pub(crate) fn next_id(&mut self) -> Id {
+    pub(crate) fn next_id(&mut self) -> PeerId {
         self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
-            (self.slots.len() - 1) as Id
+            (self.slots.len() - 1) as PeerId
         })
     }
 
     /// Puts a peer into a slot from [`PeerIndex::next_id`].
-    pub(crate) fn insert(&mut self, id: Id, peer: Peer) -> Sharing {
-        let (subnets, hosts) = (peer.lease.subnets, peer.hosts().to_vec());
+    pub(crate) fn insert(&mut self, id: PeerId, peer: PeerEntry) -> Sharing {
+        let subnets = peer.lease.subnets;
+        let hosts = peer.hosts().to_vec();
         let mut sharing = Sharing::Alone;
         for object in &peer.objects {
             let key = object.key();
-            let claim = Claim { hash: hash_of(&self.hasher, &key), id };
-            let first = self.claimants_with(claim.hash, key).next();
-            if let Some(first) = first.map(|first| first.object.is_derived().then_some(first.id)) {
-                self.more.entry(key).or_default().insert(id);
-                sharing = sharing.max(self.share(key, first, object.is_derived().then_some(id)));
+            let hash = hash_of(&self.hasher, &key);
+            let first = self.definitions_with_hash(hash, key).next();
+            if let Some(first) = first {
+                let named_before = first.object.is_derived().then_some(first.id);
+                let named_now = object.is_derived().then_some(id);
+                self.further_definers.entry(key).or_default().insert(id);
+                sharing = sharing.max(self.share(key, named_before, named_now));
                 continue;
             }
-            self.claims
-                .insert_unique(Claim::spread(claim.hash), claim, |claim| Claim::spread(claim.hash));
+            self.first_definers.insert_unique(
+                FirstDefiner::table_hash(hash),
+                FirstDefiner { hash, id },
+                |first| FirstDefiner::table_hash(first.hash),
+            );
         }
         self.slots[id as usize] = Some(peer);
         let Self { slots, hasher, ids, .. } = self;
-        let subnets_of = |id: &Id| slots[*id as usize].as_ref().map(|peer| peer.lease.subnets);
-        ids.insert_unique(hasher.hash_one(subnets), id, |id| {
-            subnets_of(id).map_or(0, |subnets| hasher.hash_one(subnets))
-        });
+        ids.insert_unique(hasher.hash_one(subnets), id, |id| hash_of_slot(hasher, slots, *id));
         self.hosts.extend(hosts.into_iter().map(|address| (address, id)));
         for subnet in subnets.iter() {
             self.subnets.insert((subnet, id));
@@ -261,50 +282,39 @@ impl PeerIndex {
         sharing
     }
 
-    /// Notes the peers that name a shared key: the first that defined it, and a new one.
-    fn share(&mut self, key: Key, first: Option<Id>, new: Option<Id>) -> Sharing {
+    /// Notes the peers whose definitions of a shared object are named after themselves: the first
+    /// definer and a new one, or `None` if their definitions are not.
+    fn share(&mut self, key: Key, first: Option<PeerId>, new: Option<PeerId>) -> Sharing {
         if first.is_none() && new.is_none() {
             return Sharing::Shared;
         }
-        let named = self.named.entry(key).or_default();
-        named.extend(first);
-        let is_first = named.is_empty() && new.is_some();
-        named.extend(new);
+        let named_by = self.named_by.entry(key).or_default();
+        named_by.extend(first);
+        let is_first = named_by.is_empty() && new.is_some();
+        named_by.extend(new);
         if is_first { Sharing::Displaces } else { Sharing::Shared }
     }
 
-    /// The peer whose definition of this object's key names it, if `object` is another definition.
-    pub(crate) fn owner(&self, object: &Object) -> Option<&Peer> {
-        if self.named.is_empty() || object.is_derived() {
+    /// The peer that the object with this key is named after, or `None` if there is no such peer,
+    /// or if `object` itself is such a definition.
+    pub(crate) fn owner(&self, object: &Object) -> Option<&PeerEntry> {
+        if self.named_by.is_empty() || object.is_derived() {
             return None;
         }
-        self.peer(*self.named.get(&object.key())?.first()?)
+        self.peer(*self.named_by.get(&object.key())?.first()?)
     }
 
     /// Removes a peer. Its slot stays reserved until [`PeerIndex::vacate`].
-    pub(crate) fn remove(&mut self, id: Id) -> Option<Peer> {
+    pub(crate) fn remove(&mut self, id: PeerId) -> Option<PeerEntry> {
         let peer = self.slots[id as usize].take()?;
         for object in peer.objects.iter() {
             let key = object.key();
-            let claim = Claim { hash: hash_of(&self.hasher, &key), id };
-            let mut more = self.more.remove(&key).unwrap_or_default();
-            if !more.remove(&id)
-                && let Ok(mut entry) =
-                    self.claims.find_entry(Claim::spread(claim.hash), |other| *other == claim)
+            self.remove_definer(&key, id);
+            if let Some(named_by) = self.named_by.get_mut(&key)
+                && named_by.remove(&id)
+                && named_by.is_empty()
             {
-                match more.pop_first() {
-                    Some(next) => entry.get_mut().id = next,
-                    None => drop(entry.remove()),
-                }
-            }
-            if !more.is_empty() {
-                self.more.insert(key, more);
-            }
-            if let Some(named) = self.named.get_mut(&key)
-                && named.remove(&id)
-                && named.is_empty()
-            {
-                self.named.remove(&key);
+                self.named_by.remove(&key);
             }
         }
         if let Ok(entry) =
@@ -322,6 +332,24 @@ impl PeerIndex {
         Some(peer)
     }
 
+    /// Removes a peer from the definers of an object. If it was the first, another one becomes it.
+    fn remove_definer(&mut self, key: &Key, id: PeerId) {
+        let mut further = self.further_definers.remove(key).unwrap_or_default();
+        if !further.remove(&id) {
+            let removed = FirstDefiner { hash: hash_of(&self.hasher, key), id };
+            let hash = FirstDefiner::table_hash(removed.hash);
+            if let Ok(mut entry) = self.first_definers.find_entry(hash, |first| *first == removed) {
+                match further.pop_first() {
+                    Some(next) => entry.get_mut().id = next,
+                    None => drop(entry.remove()),
+                }
+            }
+        }
+        if !further.is_empty() {
+            self.further_definers.insert(*key, further);
+        }
+    }
+
     /// Counts one subnet less of this length.
     fn forget_length(&mut self, len: u8) {
         if let Entry::Occupied(mut count) = self.lengths.entry(len) {
@@ -333,14 +361,14 @@ impl PeerIndex {
     }
 
     /// Frees these slots for new peers.
-    pub(crate) fn vacate(&mut self, mut ids: Vec<Id>) {
+    pub(crate) fn vacate(&mut self, mut ids: Vec<PeerId>) {
         self.free.append(&mut ids);
     }
 
-    /// The peers that clash with this one, and some that clash with these. It returns each group
-    /// of peers only once for the same `expanded`, so that the cost for many peers that all clash
-    /// grows with their number.
-    pub(crate) fn neighbours(&self, id: Id, expanded: &mut Expanded) -> Vec<Id> {
+    /// The peers that clash with this one, and some peers that clash with these. It returns each
+    /// group of peers only once for the same `expanded`. So the cost for many peers that all clash
+    /// grows with their number, and not with its square.
+    pub(crate) fn neighbours(&self, id: PeerId, expanded: &mut Expanded) -> Vec<PeerId> {
         let Some(peer) = self.peer(id) else { return Vec::new() };
         let mut found = Vec::new();
         for subnet in peer.lease.subnets.iter().filter(|subnet| expanded.insides.insert(*subnet)) {
@@ -351,8 +379,8 @@ impl PeerIndex {
         }
         for object in peer.objects.iter().filter(|object| expanded.keys.insert(object.key())) {
             let key = object.key();
-            if self.claimants(&key).any(|claim| claim.object != object) {
-                found.extend(self.claimants(&key).map(|claim| claim.id));
+            if self.definitions(&key).any(|definition| definition.object != object) {
+                found.extend(self.definitions(&key).map(|definition| definition.id));
             }
         }
         found
@@ -360,57 +388,61 @@ impl PeerIndex {
 
     /// Whether another peer has a subnet that overlaps this one's, or one of the two has a public
     /// address inside a subnet of the other.
-    pub(crate) fn overlaps(&self, id: Id) -> bool {
+    pub(crate) fn overlaps(&self, id: PeerId) -> bool {
         let Some(peer) = self.peer(id) else { return false };
-        let is_own = |subnet: &Subnet| peer.lease.subnets.iter().any(|own| own == *subnet);
-        let around = self.all_around(peer).filter(|around| !is_own(around));
-        let around = around.flat_map(|around| self.with_subnet(around));
-        let own = peer.lease.subnets.iter().flat_map(|own| self.from((own, 0), own));
-        around.chain(own).any(|other| other != id)
+        let subnets = peer.lease.subnets;
+        let around = self
+            .all_around(peer)
+            .filter(|around| !subnets.iter().any(|own| own == *around))
+            .flat_map(|around| self.with_subnet(around));
+        let inside = subnets.iter().flat_map(|own| self.from((own, 0), own));
+        around.chain(inside).any(|other| other != id)
     }
 
-    /// The first of those that define an object of `peer`, if it defines it otherwise. Of many
-    /// peers, it is the accepted one if there is one.
-    pub(crate) fn first_definers(&self, peer: &Peer) -> impl Iterator<Item = Id> {
+    /// For each object of `peer`, its first definer if that one defines it otherwise. If a definer
+    /// is accepted, it is the first one.
+    pub(crate) fn contradicting_definers(&self, peer: &PeerEntry) -> impl Iterator<Item = PeerId> {
         peer.objects.iter().filter_map(|object| {
-            let first = self.claimants(&object.key()).next()?;
+            let first = self.definitions(&object.key()).next()?;
             (first.object != object).then_some(first.id)
         })
     }
 
     /// The peers with exactly this subnet.
-    pub(crate) fn with_subnet(&self, subnet: Subnet) -> impl Iterator<Item = Id> {
-        self.subnets.range((subnet, 0)..=(subnet, Id::MAX)).map(|(_, id)| *id)
+    pub(crate) fn with_subnet(&self, subnet: Subnet) -> impl Iterator<Item = PeerId> {
+        self.subnets.range((subnet, 0)..=(subnet, PeerId::MAX)).map(|(_, id)| *id)
     }
 
     /// The peers with a smaller subnet or a public address inside this subnet.
-    pub(crate) fn inside(&self, subnet: Subnet) -> impl Iterator<Item = Id> {
-        self.from((subnet, Id::MAX), subnet)
+    pub(crate) fn inside(&self, subnet: Subnet) -> impl Iterator<Item = PeerId> {
+        self.from((subnet, PeerId::MAX), subnet)
     }
 
-    /// The peers inside `subnet`: those with a subnet from `first` on, or with a public address.
-    fn from(&self, first: (Subnet, Id), subnet: Subnet) -> impl Iterator<Item = Id> {
+    /// The peers with a subnet inside `subnet`, from `first` on, or with a public address inside
+    /// it.
+    fn from(&self, first: (Subnet, PeerId), subnet: Subnet) -> impl Iterator<Item = PeerId> {
         let subnets = self.subnets.range(first..);
         let subnets = subnets.take_while(move |(other, _)| subnet.covers(other));
-        let hosts = self.hosts.range((subnet.base(), 0)..=(subnet.last(), Id::MAX));
+        let hosts = self.hosts.range((subnet.base(), 0)..=(subnet.last(), PeerId::MAX));
         subnets.map(|(_, id)| *id).chain(hosts.map(|(_, id)| *id))
     }
 
-    /// This subnet and all around it that have the length of a peer's subnet, the smallest first.
+    /// This subnet and the subnets around it, the smallest first. It has only those with the prefix
+    /// length of the subnet of a peer.
     fn around(&self, subnet: Subnet) -> impl Iterator<Item = Subnet> {
         let lengths = self.lengths.range(..=subnet.len()).rev();
         lengths.filter_map(move |(len, _)| Subnet::new(subnet.base(), *len))
     }
 
-    /// The subnets of a peer and those around them, and around its public addresses inside the pod
-    /// networks.
-    pub(crate) fn all_around(&self, peer: &Peer) -> impl Iterator<Item = Subnet> {
+    /// The subnets of a peer, and the subnets around them and around its public addresses inside
+    /// the pod networks.
+    pub(crate) fn all_around(&self, peer: &PeerEntry) -> impl Iterator<Item = Subnet> {
         let hosts = peer.hosts().iter().map(|address| Subnet::host(*address));
         peer.lease.subnets.iter().chain(hosts).flat_map(move |subnet| self.around(subnet))
     }
 
     /// The peers whose subnets contain an address, the longest prefix first.
-    pub(crate) fn holders_of(&self, address: IpAddr) -> impl Iterator<Item = &Peer> {
+    pub(crate) fn holders_of(&self, address: IpAddr) -> impl Iterator<Item = &PeerEntry> {
         let around = self.around(Subnet::host(address));
         let ids = around.flat_map(move |subnet| self.with_subnet(subnet));
         ids.filter_map(move |id| self.peer(id))

@@ -1,109 +1,97 @@
-//! The kernel's answers to the lookups of plans, and the answers that may have changed.
+//! The lookups of plans whose results may have changed.
 
-use std::cell::RefCell;
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 
-use flannel_core::backend::Reach;
+use flannel_core::Subnet;
 use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
-use flannel_core::{Kernel, Subnet};
 
-/// The answers to lookups of plans that are stale: they may have changed.
+use crate::admission::route_lookups::RouteLookups;
+
+/// The lookups of plans that are stale: their results may have changed.
 #[derive(Debug, Default)]
 pub struct StaleLookups {
     all: bool,
-    /// The link that routes are on changed: the lookups must be repeated soon.
+    /// The link that carries the routes changed: the lookups must be repeated soon.
     urgent: bool,
-    /// Answers for addresses inside these subnets.
+    /// The lookups of addresses inside these subnets are stale.
     under: BTreeSet<Subnet>,
-    /// The links in the answers, of routes with or without a gateway. It may have outdated links.
+    /// The links in the results. Links that no result has any more stay here until all lookups are
+    /// repeated.
     links: BTreeSet<LinkName>,
-    /// Why the kernel could not answer the last time it was asked.
+    /// Why a lookup has failed last.
     error: Option<KernelError>,
 }
 
+/// The lookups to repeat.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LookupScope {
+    /// All lookups.
+    All,
+    /// The lookups of addresses inside this subnet.
+    Under(Subnet),
+}
+
 impl StaleLookups {
-    /// Whether lookups must be repeated soon, because the link that routes are on changed.
+    /// Whether lookups must be repeated soon, because the link that carries the routes changed.
     pub fn is_urgent(&self) -> bool {
         self.urgent
     }
 
-    /// Whether any answer is stale.
+    /// Whether any lookup is stale.
     pub fn is_any(&self) -> bool {
         self.all || !self.under.is_empty()
     }
 
-    /// Why the kernel could not answer a lookup; `None`: it answered all.
+    /// Why a lookup has failed, or `None` if all lookups had a result since all were last repeated.
     pub fn error(&self) -> Option<&KernelError> {
         self.error.as_ref()
     }
 
-    /// Marks all answers as stale.
+    /// Marks all lookups as stale.
     pub fn invalidate_all(&mut self) {
         self.all = true;
     }
 
-    /// Marks the answers for addresses inside `subnet` as stale.
+    /// Marks the lookups of addresses inside `subnet` as stale.
     pub fn invalidate_under(&mut self, subnet: Subnet) {
         self.under.insert(subnet);
     }
 
-    /// Notes a change of a link. If `carries_routes`, all answers are stale and urgent. Otherwise
-    /// they are stale if an answer has this link.
+    /// Notes a change of a link. If `carries_routes`, all lookups are stale and urgent. Otherwise
+    /// all lookups are stale if the result of one has this link.
     pub fn invalidate_link(&mut self, link: LinkName, carries_routes: bool) {
         self.urgent |= carries_routes;
         self.all |= self.urgent || self.links.contains(&link);
     }
 
-    /// Returns the subnets whose answers are stale (`None`: all answers), for
-    /// [`Admission::recheck`](crate::admission::Admission::recheck). Afterwards no answer is stale.
-    pub fn take(&mut self) -> Vec<Option<Subnet>> {
+    /// Returns the stale lookups, for [`Admission::recheck`](crate::admission::Admission::recheck).
+    /// Afterwards no lookup is stale. The subnets that it returns do not overlap.
+    pub fn take(&mut self) -> Vec<LookupScope> {
         self.urgent = false;
         let under = std::mem::take(&mut self.under);
         if std::mem::take(&mut self.all) {
             self.links.clear();
             self.error = None;
-            return vec![None];
+            return vec![LookupScope::All];
         }
         // A subnet is sorted directly before the subnets inside it.
-        let mut parts: Vec<Option<Subnet>> = Vec::new();
+        let mut apart: Vec<Subnet> = Vec::new();
         for subnet in under {
-            if !matches!(parts.last(), Some(Some(last)) if last.covers(&subnet)) {
-                parts.push(Some(subnet));
+            if !apart.last().is_some_and(|last| last.covers(&subnet)) {
+                apart.push(subnet);
             }
         }
-        parts
+        apart.into_iter().map(LookupScope::Under).collect()
     }
 
-    /// Notes the links in the answers. If a lookup had no answer, all answers are stale.
-    pub fn note(&mut self, answers: Answers<'_>) {
-        self.links.append(&mut answers.links.into_inner());
-        if let Some(error) = answers.error.into_inner() {
+    /// Notes the links in the results of lookups. If a lookup failed, all lookups are stale.
+    pub fn note(&mut self, lookups: RouteLookups<'_>) {
+        let mut noted = lookups.into_noted();
+        self.links.append(&mut noted.links);
+        if let Some(error) = noted.error {
             self.all = true;
             self.error = Some(error);
         }
-    }
-}
-
-/// A kernel that answers the lookups of plans.
-pub struct Answers<'a> {
-    kernel: &'a dyn Kernel,
-    links: RefCell<BTreeSet<LinkName>>,
-    error: RefCell<Option<KernelError>>,
-}
-
-impl<'a> Answers<'a> {
-    /// Answers from this kernel. Asking may block.
-    pub fn new(kernel: &'a dyn Kernel) -> Self {
-        Self { kernel, links: RefCell::default(), error: RefCell::default() }
-    }
-
-    /// How packets reach an address. `None`: the kernel could not answer. Blocks.
-    pub fn on_link(&self, address: IpAddr) -> Option<Reach> {
-        let answer =
-            self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error))).ok()?;
-        self.links.borrow_mut().extend(answer.link);
-        Some(Reach::from(&answer))
     }
 }

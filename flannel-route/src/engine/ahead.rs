@@ -17,14 +17,33 @@ pub(super) const BEGUN: usize = 2;
 
 /// Applies the changes of a batch.
 type Apply<'a> = dyn Fn(&[Change]) -> Result<Vec<Outcome>, Closed> + Sync + 'a;
-type Batch = (Vec<Change>, Cause);
-type Applied = (Vec<Change>, Cause, Result<Vec<Outcome>, Closed>);
+
+/// Changes that are applied together.
+pub(super) struct Batch {
+    pub(super) changes: Vec<Change>,
+    /// The cause of all changes.
+    pub(super) cause: Cause,
+}
+
+/// A batch after it was applied.
+pub(super) struct Applied {
+    pub(super) batch: Batch,
+    /// One outcome for each change.
+    pub(super) outcomes: Result<Vec<Outcome>, Closed>,
+}
+
+/// Where batches are applied.
+enum Target {
+    /// On the second thread, which receives them here.
+    Thread(SyncSender<Batch>),
+    /// By the caller, because the thread could not be started. The results are sent here.
+    Caller(SyncSender<Applied>),
+}
 
 /// The second thread. It applies the batches in the order in which they were begun.
 pub(super) struct Applier<'a> {
     apply: &'a Apply<'a>,
-    /// `Err`: the thread could not be started, so the caller applies the batches.
-    batches: Result<SyncSender<Batch>, SyncSender<Applied>>,
+    target: Target,
     results: Receiver<Applied>,
     /// The number of batches that were begun and not waited for; at most [`BEGUN`].
     pub(super) begun: Cell<usize>,
@@ -38,27 +57,26 @@ impl<'a> Applier<'a> {
         thread::scope(|scope| {
             let (batches, to_apply) = sync_channel::<Batch>(BEGUN);
             let (applied, results) = sync_channel(BEGUN);
-            let answer = applied.clone();
+            let results_of_thread = applied.clone();
             let spawned = thread::Builder::new().spawn_scoped(scope, move || {
                 let _context = runtime.as_ref().map(Handle::enter);
-                for (changes, cause) in to_apply {
-                    let result = apply(&changes);
-                    if answer.send((changes, cause, result)).is_err() {
+                for batch in to_apply {
+                    let outcomes = apply(&batch.changes);
+                    if results_of_thread.send(Applied { batch, outcomes }).is_err() {
                         break;
                     }
                 }
             });
-            let (handle, batches) = match spawned {
-                Ok(handle) => {
-                    // Only the thread has a sender now, so a wait ends if the thread ends.
-                    drop(applied);
-                    (Some(handle), Ok(batches))
-                }
-                Err(_) => (None, Err(applied)),
+            let target = if spawned.is_ok() {
+                // Only the thread has a sender now, so a wait ends if the thread ends.
+                drop(applied);
+                Target::Thread(batches)
+            } else {
+                Target::Caller(applied)
             };
-            // The channels are dropped with it, which ends the thread.
-            let done = work(&Self { apply, batches, results, begun: Cell::new(0) });
-            if let Some(Err(panic)) = handle.map(ScopedJoinHandle::join) {
+            // The channels are dropped with the applier, which ends the thread.
+            let done = work(&Self { apply, target, results, begun: Cell::new(0) });
+            if let Ok(Err(panic)) = spawned.map(ScopedJoinHandle::join) {
                 std::panic::resume_unwind(panic);
             }
             done
@@ -66,14 +84,14 @@ impl<'a> Applier<'a> {
     }
 
     /// Begins to apply a batch, after those that were begun.
-    pub(super) fn begin(&self, changes: Vec<Change>, cause: Cause) {
+    pub(super) fn begin(&self, batch: Batch) {
         self.begun.update(|begun| begun + 1);
         // An error means that the thread panicked.
-        match &self.batches {
-            Ok(batches) => drop(batches.send((changes, cause))),
-            Err(applied) => {
-                let result = (self.apply)(&changes);
-                drop(applied.send((changes, cause, result)));
+        match &self.target {
+            Target::Thread(batches) => drop(batches.send(batch)),
+            Target::Caller(applied) => {
+                let outcomes = (self.apply)(&batch.changes);
+                drop(applied.send(Applied { batch, outcomes }));
             }
         }
     }
@@ -93,7 +111,7 @@ mod tests {
     fn a_panic_of_the_kernel_reaches_the_caller() {
         let apply = |_: &[Change]| panic!("the kernel says why");
         let work = |applier: &Applier<'_>| {
-            applier.begin(Vec::new(), Cause::Lease(None));
+            applier.begin(Batch { changes: Vec::new(), cause: Cause::Lease(None) });
             applier.wait().is_ok()
         };
         let panicked = std::panic::catch_unwind(|| Applier::with(&apply, work)).unwrap_err();

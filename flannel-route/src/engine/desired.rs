@@ -1,24 +1,25 @@
-//! The desired objects: this node's own, and those that accepted peers define.
+//! The desired objects: this node's own objects, and the objects that accepted peers define.
 
-use crate::admission::{Admission, Answers, Changed, Id};
+use crate::admission::{Admission, Changed, PeerId, RouteLookups};
 use crate::nexthops::{Ids, Translated, translate, uses_nexthop};
 use flannel_core::object::{Key, LinkName, Object, ObjectKind, ObjectSet, Route, Via};
 use flannel_core::{Lease, Subnet, Subnets};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Every object that the kernel should have. If the kernel has nexthop objects, an IPv4 route with
-/// a gateway is desired as a nexthop object and a route with its id.
+/// The objects that the kernel should have. If the kernel supports nexthop objects, an IPv4 route
+/// with a gateway is desired as a nexthop object and a route with its id.
 pub(super) struct Desired {
     /// This node's own objects.
     pub(super) base: ObjectSet,
-    /// The keys of those that are [put last](flannel_core::object::Record::put_last).
+    /// The keys of the own objects that are
+    /// [put last](flannel_core::object::Record::put_last).
     pub(super) last: BTreeSet<Key>,
     pub(super) peers: Admission,
-    /// The ids of nexthop objects. `None` before the first snapshot, and if the kernel has no
-    /// nexthop objects.
+    /// The ids of nexthop objects. `None` before the first snapshot, and if the kernel does not
+    /// support nexthop objects.
     pub(super) ids: Option<Ids>,
-    /// The number of objects of each kind that peers add to `base`.
+    /// The number of objects of each kind that peers define.
     pub(super) counts: BTreeMap<ObjectKind, usize>,
 }
 
@@ -33,16 +34,18 @@ impl Desired {
         Self { base, last, peers, ids: None, counts: BTreeMap::new() }
     }
 
-    /// The desired object with this key.
+    /// The desired object with this key, or `None` if no object with this key is desired.
     pub(super) fn object(&self, key: &Key) -> Option<Object> {
-        let own = self.base.get(key).cloned();
-        own.or_else(|| self.nexthop(key)).or_else(|| {
+        if let Some(own) = self.base.get(key) {
+            return Some(own.clone());
+        }
+        self.nexthop(key).or_else(|| {
             let object = self.peers.object(key)?;
             Some(translate(&object, self.id_of(key)).object)
         })
     }
 
-    /// The nexthop object with this key that a peer's route needs.
+    /// The nexthop object with this key that the route of a peer needs.
     fn nexthop(&self, key: &Key) -> Option<Object> {
         let Key::Nexthop(id) = *key else { return None };
         let dst = self.ids.as_ref()?.dst(id)?;
@@ -55,7 +58,7 @@ impl Desired {
         self.ids.as_ref()?.of(route)
     }
 
-    /// The route by the nexthop object with this id.
+    /// The route that uses the nexthop object with this id.
     pub(super) fn route_by(&self, id: u32) -> Option<Key> {
         self.ids.as_ref()?.dst(id).map(Key::Route)
     }
@@ -83,15 +86,15 @@ impl Desired {
     pub(super) fn update<'a>(
         &mut self,
         changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
-        answers: &Answers<'_>,
+        lookups: &RouteLookups<'_>,
     ) -> Changed {
-        let changed = self.peers.update(changes, &|a| answers.on_link(a));
+        let changed = self.peers.update(changes, &|address| lookups.on_link(address));
         self.count_added(&changed.added);
         changed
     }
 
     /// Gives ids to the routes of new peers, and counts their objects.
-    fn count_added(&mut self, added: &[Id]) {
+    fn count_added(&mut self, added: &[PeerId]) {
         for object in added.iter().flat_map(|id| self.peers.objects_of(*id)) {
             if self.ids.as_mut().and_then(|ids| ids.assign_to(object)).is_some() {
                 *self.counts.entry(ObjectKind::Nexthop).or_default() += 1;
@@ -100,14 +103,14 @@ impl Desired {
         }
     }
 
-    /// All objects, those of peers in the order of their slots. An object that several peers define
-    /// is passed several times.
+    /// Calls `each` with all desired objects. The objects of peers come in the order of the peers'
+    /// slots. If several peers define an object, it comes several times.
     pub(super) fn each(&self, mut each: impl FnMut(Object)) {
         self.base.iter().cloned().for_each(&mut each);
         self.expand(self.peers.objects(), each);
     }
 
-    /// The definitions of peers as the kernel should have them.
+    /// Calls `each` with the objects that the kernel should have for these definitions of peers.
     pub(super) fn expand<'a>(
         &self,
         objects: impl IntoIterator<Item = &'a Object>,
@@ -122,17 +125,14 @@ impl Desired {
         }
     }
 
-    /// Lets destinations keep the ids that they have in the kernel. `first`: before this, no route
-    /// had an id; those of peers get theirs now.
+    /// Lets destinations keep the ids that they have in the kernel. After the `first` snapshot, the
+    /// routes of peers then get their ids. After later snapshots, they already have them.
     pub(super) fn adopt_ids(&mut self, actual: &ObjectSet, first: bool) {
         let Some(ids) = &mut self.ids else { return };
         let peers = &self.peers;
-        let wanted = |dst: &Subnet| {
-            peers.object(&Key::Route(*dst)).is_some_and(|object| uses_nexthop(&object))
-        };
-        ids.adopt(actual, |dst| first || !wanted(dst));
+        ids.adopt(actual, |dst| first || !wants_nexthop(peers, dst));
         if first {
-            let assigned = self.peers.objects().filter_map(|object| ids.assign_to(object));
+            let assigned = peers.objects().filter_map(|object| ids.assign_to(object));
             *self.counts.entry(ObjectKind::Nexthop).or_default() += assigned.count();
         }
     }
@@ -142,9 +142,14 @@ impl Desired {
         let Some(ids) = &mut self.ids else { return };
         let peers = &self.peers;
         ids.retain(|id, dst| {
-            let route = Key::Route(*dst);
-            let wanted = peers.object(&route).is_some_and(|object| uses_nexthop(&object));
-            wanted || kept.contains_key(&route) || kept.contains_key(&Key::Nexthop(id))
+            wants_nexthop(peers, dst)
+                || kept.contains_key(&Key::Route(*dst))
+                || kept.contains_key(&Key::Nexthop(id))
         });
     }
+}
+
+/// Whether a peer defines a route to `dst` that uses a nexthop object.
+fn wants_nexthop(peers: &Admission, dst: &Subnet) -> bool {
+    peers.object(&Key::Route(*dst)).is_some_and(|object| uses_nexthop(&object))
 }

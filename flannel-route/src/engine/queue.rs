@@ -12,23 +12,35 @@ use flannel_core::Lease;
 /// peers took a fifth longer.
 pub(super) const SLICE: usize = 64;
 
-/// New leases that no plan has seen yet, in the order of their arrival.
+/// New leases that are not planned yet, in the order of their arrival.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    leases: VecDeque<(Arc<Lease>, Instant)>,
-    /// A newer view arrived, so the leases may have been changed, deleted or planned: their newest
-    /// versions must be looked up.
+    leases: VecDeque<QueuedLease>,
+    /// A newer view arrived after the leases, which may have changed, deleted or planned some of
+    /// them. Their newest versions must be looked up.
     pub(super) outdated: bool,
 }
 
+#[derive(Debug)]
+struct QueuedLease {
+    lease: Arc<Lease>,
+    arrived: Instant,
+}
+
+/// New leases that arrived together.
+pub(super) struct Slice {
+    pub(super) leases: Vec<Arc<Lease>>,
+    pub(super) arrived: Instant,
+}
+
 impl Queue {
-    /// A newer view arrived.
+    /// Notes that a newer view arrived.
     pub(super) fn outdate(&mut self) {
         self.outdated = !self.is_empty();
     }
 
     pub(super) fn extend(&mut self, leases: impl Iterator<Item = Arc<Lease>>, arrived: Instant) {
-        self.leases.extend(leases.map(|lease| (lease, arrived)));
+        self.leases.extend(leases.map(|lease| QueuedLease { lease, arrived }));
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -36,18 +48,19 @@ impl Queue {
     }
 
     pub(super) fn leases(&self) -> impl Iterator<Item = &Arc<Lease>> {
-        self.leases.iter().map(|(lease, _)| lease)
+        self.leases.iter().map(|queued| &queued.lease)
     }
 
-    /// Takes the next slice, and its arrival.
-    pub(super) fn next(&mut self) -> Option<(Vec<Arc<Lease>>, Instant)> {
-        let (_, arrived) = *self.leases.front()?;
-        let together = self.leases.iter().take(SLICE).take_while(|(_, at)| *at == arrived).count();
-        let leases = self.leases.drain(..together).map(|(lease, _)| lease).collect();
+    /// Takes the next slice, or `None` if the queue is empty.
+    pub(super) fn next(&mut self) -> Option<Slice> {
+        let arrived = self.leases.front()?.arrived;
+        let first = self.leases.iter().take(SLICE);
+        let together = first.take_while(|queued| queued.arrived == arrived).count();
+        let leases = self.leases.drain(..together).map(|queued| queued.lease).collect();
         if self.is_empty() {
             // Memory for thousands of leases is not kept.
             self.leases = VecDeque::new();
         }
-        Some((leases, arrived))
+        Some(Slice { leases, arrived })
     }
 }

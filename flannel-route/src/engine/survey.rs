@@ -1,4 +1,4 @@
-//! The survey: reads a snapshot of the kernel and rebuilds the table from it.
+//! The survey reads a snapshot of the kernel and rebuilds the table from it.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -7,9 +7,10 @@ use libc::EAGAIN;
 use tokio::time::Instant;
 
 use super::desired::is_put_last;
+use super::new_peers::PlannedSlice;
 use super::table::{Actual, Row};
 use super::{Cause, Engine};
-use crate::admission::Answers;
+use crate::admission::RouteLookups;
 use crate::nexthops::Ids;
 use flannel_core::Kernel;
 use flannel_core::kernel::{KernelError, NexthopBlock};
@@ -30,9 +31,10 @@ enum Unread {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Reads {
     pub(crate) done: u64,
-    /// Including failed reads, but not reads that only found a wrong link (it may be in deletion).
+    /// The number of reads, including failed reads. A read that only found a wrong link does not
+    /// count, because the kernel may be deleting that link.
     pub(crate) tries: u32,
-    /// The time of the last one.
+    /// The duration of the last read.
     pub(crate) took: Duration,
 }
 
@@ -40,13 +42,27 @@ pub(crate) struct Reads {
 #[derive(Debug, Default)]
 pub(crate) struct Survey {
     unread: Unread,
-    /// Desired links that are absent: no object can be put on them.
+    /// The desired links that are absent. Objects cannot be put on them.
     pub(super) missing_links: BTreeSet<LinkName>,
     /// The links that were put since the last snapshot.
     pub(super) links_tried: BTreeSet<Key>,
     pub(crate) reads: Reads,
-    /// Why the kernel could not be read.
+    /// Why the last read failed, or `None` if it succeeded.
     pub(crate) error: Option<KernelError>,
+}
+
+/// An object that is not as desired.
+struct Wrong {
+    desired: Object,
+    /// The object in its place.
+    actual: Option<Object>,
+}
+
+/// The differences between the desired objects and a snapshot.
+struct Comparison<'a> {
+    wrong: Vec<Wrong>,
+    /// The objects that are not desired.
+    unwanted: Vec<&'a Object>,
 }
 
 impl Survey {
@@ -79,7 +95,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Reads the kernel; `None` if it could not be read.
+    /// Reads the kernel. Returns `None` if it could not be read.
     fn snapshot(&mut self, kernel: &dyn Kernel) -> Option<ObjectSet> {
         let started = Instant::now();
         let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.footprint));
@@ -88,7 +104,7 @@ impl Engine {
         survey.error = actual.as_ref().err().cloned();
         if survey.error.is_some() {
             survey.reads.tries += 1;
-            // The next attempt chooses them again, from the objects that then exist.
+            // The next attempt chooses the ids again, from the objects that then exist.
             if survey.reads.done == 0 {
                 self.desired.ids = None;
             }
@@ -96,19 +112,14 @@ impl Engine {
         actual.ok()
     }
 
-    /// Reads the kernel and rebuilds the table; false if it could not be read. If a link is not as
-    /// desired, only such links get rows: once they are put, the kernel is to be read again.
+    /// Reads the kernel and rebuilds the table. Returns false if the kernel could not be read. If a
+    /// link is not as desired, only such links get rows: once they are put, the kernel is to be
+    /// read again.
     pub(super) fn read(&mut self, kernel: &dyn Kernel) -> bool {
         let Some(actual) = self.snapshot(kernel) else { return false };
-        // Objects that exist before the first change are those of an earlier run.
         let first = self.survey.reads.done == 0;
         let tried = std::mem::take(&mut self.survey.links_tried);
-        let cause = |is: Option<&Object>| match is {
-            _ if first => Cause::Lease(None),
-            Some(_) => Cause::Repair(Damage::Modification),
-            None => Cause::Repair(Damage::Deletion),
-        };
-        if self.finds_wrong_links(&actual, &tried, cause) {
+        if self.finds_wrong_links(&actual, &tried, first) {
             self.survey.invalidate_everything();
             return true;
         }
@@ -116,76 +127,88 @@ impl Engine {
         self.survey.reads.done += 1;
         self.survey.reads.tries += 1;
         self.desired.adopt_ids(&actual, first);
-        let (mut wrong, mut unwanted) = self.compare(&actual);
-        if self.has_queue() && !unwanted.is_empty() {
+        let mut comparison = self.compare(&actual);
+        if self.has_queue() && !comparison.unwanted.is_empty() {
             // An object that no peer defines may be one that a lease in the queue will define.
             self.plan_queue(kernel, &actual);
-            (wrong, unwanted) = self.compare(&actual);
+            comparison = self.compare(&actual);
         }
+        self.rebuild_table(comparison, &tried, first);
+        // Usually each id belongs to a desired nexthop object.
+        let nexthops = self.desired.counts.get(&ObjectKind::Nexthop).copied().unwrap_or(0);
+        if self.desired.ids.as_ref().is_some_and(|ids| ids.len() != nexthops) {
+            self.desired.release_ids(self.table.rows());
+        }
+        self.table.forget_failures_without_row();
+        true
+    }
+
+    /// Gives rows to the objects that differ, and only to them. `tried` are the links that were put
+    /// before the snapshot.
+    fn rebuild_table(&mut self, comparison: Comparison<'_>, tried: &BTreeSet<Key>, first: bool) {
+        let Comparison { wrong, unwanted } = comparison;
         let mut before = self.table.take_rows();
         let mut rows = Vec::with_capacity(wrong.len() + unwanted.len());
         for object in unwanted {
-            let addition = if first { cause(None) } else { Cause::Repair(Damage::Addition) };
-            let (key, is) = (object.key(), Actual::Present(object.clone()));
-            rows.push((key, Row::after(before.get_mut(&key), is, addition)));
+            let cause = if first { Cause::Lease(None) } else { Cause::Repair(Damage::Addition) };
+            let key = object.key();
+            let actual = Actual::Present(object.clone());
+            rows.push((key, Row::after(before.get_mut(&key), actual, cause)));
         }
-        for (want, is) in wrong {
-            let key = want.key();
+        for Wrong { desired, actual } in wrong {
+            let key = desired.key();
             // A link that was put, and is not as desired, already has a row.
             if tried.contains(&key) {
                 rows.extend(before.remove_entry(&key));
                 continue;
             }
-            let because = cause(is.as_ref());
-            let is_stale = (first || !self.live) && is.as_ref().is_some_and(is_put_last);
-            let actual = match is {
-                Some(is) if is_stale && is != want => Actual::Present(is),
+            let cause = cause_of_difference(actual.as_ref(), first);
+            let is_stale = (first || !self.live) && actual.as_ref().is_some_and(is_put_last);
+            let actual = match actual {
+                Some(object) if is_stale && object != desired => Actual::Present(object),
                 _ => Actual::Unknown,
             };
-            rows.push((key, Row::after(before.get_mut(&key), actual, because)));
+            rows.push((key, Row::after(before.get_mut(&key), actual, cause)));
         }
-        // A record whose deletion is under way is in no snapshot. Neither is one whose deletion has
-        // ended, and the event may be lost. So it is deleted again, which begins nothing twice.
+        // A snapshot has no record whose deletion was started, whether or not the deletion has
+        // ended. The event about its end may be lost. So the record is deleted again, which starts
+        // nothing twice.
         before.retain(|_, row| row.is_started() && matches!(row.actual, Actual::Present(_)));
-        let again = |(key, row): (Key, Row)| (key, row.due());
-        self.table.fill(before.into_iter().map(again).chain(rows));
-        // Usually each id is that of a desired nexthop object.
-        let nexthops = self.desired.counts.get(&ObjectKind::Nexthop).copied().unwrap_or(0);
-        if self.desired.ids.as_ref().is_some_and(|ids| ids.len() != nexthops) {
-            self.desired.release_ids(self.table.rows());
-        }
-        self.table.keep_failing();
-        true
+        let again = before.into_iter().map(|(key, row)| (key, row.due()));
+        self.table.fill(again.chain(rows));
     }
 
-    /// Gives rows to the links that are not as desired; true if one was not `tried`. A link that
-    /// the kernel accepted, and did not make, fails.
+    /// Gives rows to the links that are not as desired. Returns true if one of them is not in
+    /// `tried`. A link that the kernel accepted, and did not make, fails.
     fn finds_wrong_links(
         &mut self,
         actual: &ObjectSet,
         tried: &BTreeSet<Key>,
-        cause: impl Fn(Option<&Object>) -> Cause,
+        first: bool,
     ) -> bool {
-        let (mut found, table) = (false, &mut self.table);
+        let mut found = false;
+        let table = &mut self.table;
         self.survey.missing_links.clear();
-        for want in self.desired.base.iter() {
-            let Object::Link(link) = want else { continue };
-            let (key, is) = (want.key(), actual.get(&want.key()));
-            if is.is_none() {
+        for desired in self.desired.base.iter() {
+            let Object::Link(link) = desired else { continue };
+            let key = desired.key();
+            let actual_link = actual.get(&key);
+            if actual_link.is_none() {
                 self.survey.missing_links.insert(link.name);
             }
-            if is == Some(want) && !actual.is_inexact(&key) {
+            if actual_link == Some(desired) && !actual.is_inexact(&key) {
                 continue;
             }
+            let cause = cause_of_difference(actual_link, first);
             if !tried.contains(&key) {
                 let mut before = table.remove(&key);
-                table.insert(key, Row::after(before.as_mut(), Actual::Unknown, cause(is)));
+                table.insert(key, Row::after(before.as_mut(), Actual::Unknown, cause));
                 found = true;
             } else if table.get(&key).is_none() {
-                let now = is.map_or_else(|| "absent".into(), |is| is.to_string());
+                let now = actual_link.map_or_else(|| "absent".into(), ToString::to_string);
                 let detail = format!("the kernel did not take it over: it is now {now}");
                 let error = KernelError::explained(EAGAIN, detail);
-                table.refuse(&Change::Put(want.clone()), cause(is), None, None, error);
+                table.refuse(&Change::Put(desired.clone()), cause, None, None, error);
             }
         }
         found
@@ -193,38 +216,48 @@ impl Engine {
 
     /// Plans all leases in the queue. Their objects that `actual` lacks get rows.
     fn plan_queue(&mut self, kernel: &dyn Kernel, actual: &ObjectSet) {
-        let answers = Answers::new(kernel);
-        while let Some((changed, arrived)) = self.plan_slice(&answers) {
+        let lookups = RouteLookups::new(kernel);
+        while let Some(PlannedSlice { changed, arrived }) = self.plan_slice(&lookups) {
             self.take_all(changed, Some(arrived), |key, object| {
                 actual.get(key) == Some(object) && !actual.is_inexact(key)
             });
         }
-        self.lookups.note(answers);
+        self.stale_lookups.note(lookups);
     }
 
-    /// Compares all desired objects with `actual`: those that are wrong, with the objects in their
-    /// place, and the objects that are not desired.
-    fn compare<'a>(
-        &self,
-        actual: &'a ObjectSet,
-    ) -> (Vec<(Object, Option<Object>)>, Vec<&'a Object>) {
-        let (mut wrong, mut is_wanted) = (Vec::new(), vec![false; actual.len()]);
-        // Objects of one kind are desired in nearly the order in which they are read.
+    /// Compares all desired objects with a snapshot.
+    fn compare<'a>(&self, actual: &'a ObjectSet) -> Comparison<'a> {
+        let mut wrong = Vec::new();
+        let mut is_wanted = vec![false; actual.len()];
+        // The desired objects of one kind come in nearly the order of the snapshot. So the search
+        // for one begins after the last one that was found.
         let mut next = [0; ObjectKind::ALL.len()];
-        self.desired.each(|want| {
-            let near = &mut next[want.kind() as usize];
-            let found = actual.find_near(&want, *near);
+        self.desired.each(|desired| {
+            let near = &mut next[desired.kind() as usize];
+            let found = actual.find_near(&desired, *near);
             *near = found.map_or(*near, |(n, _)| n + 1);
             match found {
-                Some((n, None)) if !actual.is_inexact(&want.key()) => is_wanted[n] = true,
-                Some((n, is)) => {
+                Some((n, None)) if !actual.is_inexact(&desired.key()) => is_wanted[n] = true,
+                Some((n, other)) => {
                     is_wanted[n] = true;
-                    wrong.push((want.clone(), Some(is.cloned().unwrap_or(want))));
+                    // An inexact object is equal to the desired one, as far as it is represented.
+                    let actual = Some(other.cloned().unwrap_or_else(|| desired.clone()));
+                    wrong.push(Wrong { desired, actual });
                 }
-                None => wrong.push((want, None)),
+                None => wrong.push(Wrong { desired, actual: None }),
             }
         });
         let unwanted = actual.iter().zip(is_wanted).filter(|(_, is_wanted)| !is_wanted);
-        (wrong, unwanted.map(|(object, _)| object).collect())
+        Comparison { wrong, unwanted: unwanted.map(|(object, _)| object).collect() }
+    }
+}
+
+/// The cause of a put of an object that is not as desired. `actual` is the object in its place. In
+/// the `first` snapshot, which precedes all changes, the objects were left by an earlier run.
+fn cause_of_difference(actual: Option<&Object>, first: bool) -> Cause {
+    match actual {
+        _ if first => Cause::Lease(None),
+        Some(_) => Cause::Repair(Damage::Modification),
+        None => Cause::Repair(Damage::Deletion),
     }
 }

@@ -13,7 +13,8 @@ use flannel_core::status::{Damage, Failure, SortedMap};
 /// Why an object is put or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cause {
-    /// Leases, with their arrival. `None`: a new answer to a lookup of a plan, or an earlier run.
+    /// Leases that arrived at this time. The time is `None` if a lookup of a plan has another
+    /// result, or if an earlier run left the object.
     Lease(Option<Instant>),
     /// Another process seems to have done this to the object.
     Repair(Damage),
@@ -22,11 +23,11 @@ pub(super) enum Cause {
 /// The object in the kernel.
 #[derive(Debug)]
 pub(super) enum Actual {
-    /// Not known. The desired object is put over it.
+    /// It is not known. The desired object is put over it.
     Unknown,
-    /// This object, which is not desired: it is deleted.
+    /// It is this object, which is not desired. It is to be deleted.
     Present(Object),
-    /// An object that may have to be deleted. Only a snapshot shows whether it is ours.
+    /// It may have to be deleted. Only a snapshot shows whether it is ours.
     Suspected,
 }
 
@@ -37,7 +38,7 @@ pub(super) enum Progress {
     Due,
     /// The kernel refused it. It is not tried again until [`Table::retry`].
     Refused,
-    /// It was only started. Its end is an event.
+    /// A record keeper has started it, and reports its end as an event.
     Started,
 }
 
@@ -47,7 +48,7 @@ pub(super) struct Row {
     pub(super) actual: Actual,
     pub(super) cause: Cause,
     progress: Progress,
-    /// The author in the last event about the object that named one.
+    /// The author of the last change by another process, as far as an event has named one.
     pub(super) changed_by: Option<Box<ChangedBy>>,
 }
 
@@ -56,24 +57,25 @@ impl Row {
         Self { actual, cause, progress: Progress::Due, changed_by: None }
     }
 
-    /// The row that takes the place of `before`, if there is one: the first cause stays.
+    /// A row that replaces `before`. It keeps the cause and the author of that row, if there was
+    /// one.
     pub(super) fn after(before: Option<&mut Self>, actual: Actual, cause: Cause) -> Self {
         let mut row = Self::new(actual, before.as_ref().map_or(cause, |row| row.cause));
         row.changed_by = before.and_then(|row| row.changed_by.take());
         row
     }
 
-    /// The same row, with a change that is to be applied.
+    /// Makes the change of the row due again.
     pub(super) fn due(self) -> Self {
         Self { progress: Progress::Due, ..self }
     }
 
-    /// The desired object is to be put.
+    /// Whether the desired object is to be put.
     pub(super) fn is_put(&self) -> bool {
         self.progress == Progress::Due && matches!(self.actual, Actual::Unknown)
     }
 
-    /// The object that is to be deleted.
+    /// The object that is to be deleted, or `None` if no deletion is due.
     pub(super) fn deletion(&self) -> Option<&Object> {
         match &self.actual {
             Actual::Present(object) if self.progress == Progress::Due => Some(object),
@@ -81,22 +83,29 @@ impl Row {
         }
     }
 
+    /// Whether the kernel refused the change.
     pub(super) fn is_refused(&self) -> bool {
         self.progress == Progress::Refused
     }
 
-    /// The desired object is to be put, or its put was started.
+    /// Whether the desired object is to be put, or its put was started.
     pub(super) fn is_pending(&self) -> bool {
         self.progress != Progress::Refused && matches!(self.actual, Actual::Unknown)
     }
 
-    /// The change was started.
+    /// Whether the change was started.
     pub(super) fn is_started(&self) -> bool {
         self.progress == Progress::Started
     }
 }
 
-/// The numbers of rows by what they wait for.
+/// An object that is to be deleted.
+pub(super) struct Deletion<'a> {
+    pub(super) object: &'a Object,
+    pub(super) cause: Cause,
+}
+
+/// The numbers of rows in each state that a loop asks for.
 #[derive(Debug, Clone, Copy, Default)]
 struct Counts {
     puts: usize,
@@ -129,19 +138,32 @@ impl Counts {
     }
 }
 
-/// The rows in the order of creation, and the errors of the kernel. An object without a row is as
-/// desired, by all that the kernel has reported.
+/// The rows in the order of creation, and the failures of their changes. An object without a row is
+/// as desired, by all that the kernel has reported.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     rows: BTreeMap<Key, Row>,
     counts: Counts,
-    /// Objects that fail, also while they are tried again.
-    pub(super) failing: SortedMap<Key, Failure>,
-    /// An object failed that did not fail when this was last reset.
+    /// The failures of refused changes, also while they are tried again. A failure is not a part of
+    /// the row, because each status gets a copy of all failures: a copy of this map costs nothing,
+    /// and two copies are compared at the cost of their differences. A failure also stays after a
+    /// link was put and has no row, until a snapshot shows the link ([`Table::keep_failure`]).
+    failures: SortedMap<Key, Failure>,
+    /// Whether an object has failed that did not fail when this was last reset.
     pub(crate) newly_failing: bool,
 }
 
 impl Table {
+    /// The failures of refused changes, also while they are tried again.
+    pub(super) fn failures(&self) -> &SortedMap<Key, Failure> {
+        &self.failures
+    }
+
+    /// Whether the kernel refused the last change of this object. It may be due again.
+    pub(super) fn is_failing(&self, key: &Key) -> bool {
+        self.failures.contains_key(key)
+    }
+
     pub(super) fn has_puts(&self) -> bool {
         self.counts.puts > 0
     }
@@ -154,7 +176,8 @@ impl Table {
         self.counts.started > 0
     }
 
-    /// There are fewer than `most` rows whose change is not due: suspected additions, mostly.
+    /// Whether there are fewer than `most` rows whose change is not due. Most such rows are
+    /// suspected additions.
     pub(super) fn has_room(&self, most: usize) -> bool {
         self.rows.len() < most + self.counts.puts + self.counts.deletions
     }
@@ -163,7 +186,7 @@ impl Table {
         self.rows.get(key)
     }
 
-    /// The desired object with this key is to be put.
+    /// Whether the desired object with this key is to be put.
     pub(super) fn is_put(&self, key: &Key) -> bool {
         self.get(key).is_some_and(Row::is_put)
     }
@@ -178,31 +201,44 @@ impl Table {
     pub(super) fn deletions(
         &self,
         range: impl RangeBounds<Key>,
-    ) -> impl Iterator<Item = (&Key, &Object, Cause)> {
+    ) -> impl Iterator<Item = Deletion<'_>> {
         let rows = self.has_deletions().then(|| self.rows.range(range).rev());
         let rows = rows.into_iter().flatten();
-        rows.filter_map(|(key, row)| Some((key, row.deletion()?, row.cause)))
+        rows.filter_map(|(_, row)| Some(Deletion { object: row.deletion()?, cause: row.cause }))
     }
 
+    /// Inserts a row, or replaces it. A failure stays.
     pub(super) fn insert(&mut self, key: Key, row: Row) {
         self.remove(&key);
         self.counts.add(&row);
         self.rows.insert(key, row);
     }
 
+    /// Removes a row. A failure stays.
     pub(super) fn remove(&mut self, key: &Key) -> Option<Row> {
         let row = self.rows.remove(key)?;
         self.counts.remove(&row);
         Some(row)
     }
 
-    /// Takes all rows. The failures stay until [`Table::keep_failing`].
+    /// Removes a row together with its failure.
+    pub(super) fn forget(&mut self, key: &Key) -> Option<Row> {
+        self.forget_failure(key);
+        self.remove(key)
+    }
+
+    /// Forgets the failure of an object whose change has succeeded or is not wanted any more.
+    pub(super) fn forget_failure(&mut self, key: &Key) {
+        self.failures.remove(key);
+    }
+
+    /// Takes all rows. The failures stay until [`Table::forget_failures_without_row`].
     pub(super) fn take_rows(&mut self) -> BTreeMap<Key, Row> {
         self.counts = Counts::default();
         std::mem::take(&mut self.rows)
     }
 
-    /// Fills the table after [`Table::take_rows`]. Of two rows with one key, the later one stays.
+    /// Fills the table after [`Table::take_rows`]. If two rows have one key, the later one stays.
     pub(super) fn fill(&mut self, rows: impl Iterator<Item = (Key, Row)>) {
         self.rows = rows.collect();
         self.counts = Counts::default();
@@ -213,7 +249,7 @@ impl Table {
         &self.rows
     }
 
-    /// Changes that the kernel refused are due again.
+    /// Makes the changes due again that the kernel refused.
     pub(crate) fn retry(&mut self) {
         for row in self.rows.values_mut().filter(|row| row.is_refused()) {
             self.counts.remove(row);
@@ -222,25 +258,33 @@ impl Table {
         }
     }
 
-    /// The desired object with this key may have been damaged.
+    /// Marks the desired object with this key for a put, because another process may have damaged
+    /// it.
     pub(super) fn invalidate(&mut self, key: Key, damage: Damage, by: Option<ChangedBy>) {
-        let before = self.remove(&key);
-        let is_known = |row: &Row| row.is_refused() || row.is_pending();
-        let cause = before.as_ref().filter(|row| is_known(row)).map(|row| row.cause);
-        let mut row = Row::new(Actual::Unknown, cause.unwrap_or(Cause::Repair(damage)));
-        row.changed_by = by.map(Box::new).or_else(|| before?.changed_by);
+        let mut row = Row::new(Actual::Unknown, Cause::Repair(damage));
+        if let Some(before) = self.remove(&key) {
+            // The earlier cause of a put stays.
+            if before.is_refused() || before.is_pending() {
+                row.cause = before.cause;
+            }
+            row.changed_by = before.changed_by;
+        }
+        if let Some(by) = by {
+            row.changed_by = Some(Box::new(by));
+        }
         self.insert(key, row);
     }
 
     /// Notes the author of an object that may have to be deleted.
     pub(super) fn suspect_addition(&mut self, key: Key, by: ChangedBy) {
-        let addition = || Row::new(Actual::Suspected, Cause::Repair(Damage::Addition));
-        let mut row = self.remove(&key).unwrap_or_else(addition);
+        let before = self.remove(&key);
+        let mut row =
+            before.unwrap_or_else(|| Row::new(Actual::Suspected, Cause::Repair(Damage::Addition)));
         row.changed_by = Some(Box::new(by));
         self.insert(key, row);
     }
 
-    /// The kernel refused a change that was due because of `cause`.
+    /// Notes that the kernel refused a change that was due because of `cause`.
     pub(super) fn refuse(
         &mut self,
         change: &Change,
@@ -251,7 +295,7 @@ impl Table {
     ) {
         let key = change.object().key();
         let mut failure = Failure::new(change, peer, error);
-        match self.failing.get(&key) {
+        match self.failures.get(&key) {
             Some(before) => {
                 failure.since = before.since;
                 failure.tries = before.tries.saturating_add(1);
@@ -261,7 +305,7 @@ impl Table {
                 tracing::debug!(%change, error = %failure.error, "the kernel refused");
             }
         }
-        self.failing.insert(key, failure);
+        self.failures.insert(key, failure);
         self.hold(change, cause, changed_by, Progress::Refused);
     }
 
@@ -280,9 +324,15 @@ impl Table {
         self.insert(change.object().key(), Row { actual, cause, progress, changed_by });
     }
 
-    /// Forgets the failures of objects that are as desired.
-    pub(super) fn keep_failing(&mut self) {
+    /// Keeps a failure although the kernel has accepted the change: only a snapshot shows whether
+    /// it made the change.
+    pub(super) fn keep_failure(&mut self, key: Key, failure: Failure) {
+        self.failures.insert(key, failure);
+    }
+
+    /// Forgets the failures of objects that a snapshot shows as desired.
+    pub(super) fn forget_failures_without_row(&mut self) {
         let rows = &self.rows;
-        self.failing.retain(|key| rows.contains_key(key));
+        self.failures.retain(|key| rows.contains_key(key));
     }
 }

@@ -15,19 +15,39 @@ use flannel_core::kernel::{KernelError, KernelEvent, Outcome};
 use flannel_core::object::{Change, Key, Nexthop, Object, Route, Via};
 use flannel_core::status::Damage;
 
-/// The length of a round, besides its snapshot and its new peers. A repair, a view or a question
-/// waits for its end.
+/// The time budget of a round, excluding its snapshot and its new peers. A repair, a view or a
+/// question waits for the end of the round.
 const ROUND: Duration = Duration::from_millis(16);
 
-/// The changes of a batch, one call of `Kernel::apply`; [new peers](super::queue::SLICE) have their
-/// own size. A stop waits for one batch: mostly a millisecond; 100 ms among thousands of routes
-/// without nexthop objects, or when nexthop objects are deleted.
+/// The number of changes in a batch, which is one call of `Kernel::apply`. Batches of
+/// [new peers](super::queue::SLICE) have another size. A stop waits for one batch. That mostly
+/// takes a millisecond, but up to 100 ms with thousands of routes without nexthop objects, or if
+/// nexthop objects are deleted.
 pub(crate) const BATCH: usize = 128;
+
+/// The turns of puts in a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    Leases,
+    /// Repairs of other objects than routes.
+    Repairs,
+    RepairsOfRoutes,
+}
+
+impl Turn {
+    fn of(key: &Key, cause: Cause) -> Self {
+        match (key, cause) {
+            (_, Cause::Lease(_)) => Self::Leases,
+            (Key::Route(_), Cause::Repair(_)) => Self::RepairsOfRoutes,
+            (_, Cause::Repair(_)) => Self::Repairs,
+        }
+    }
+}
 
 impl Engine {
     /// Makes the kernel equal to the desired objects, except for changes that the kernel refuses.
-    /// Ends after some [`ROUND`] and the time for new peers, even if [more](Self::is_unfinished) is
-    /// due. Blocks.
+    /// Ends after about [`ROUND`] and the time for new peers, even if [more](Self::is_unfinished)
+    /// is due. Blocks.
     pub(crate) fn settle(&mut self, kernel: &GatedKernel, may_read: bool) -> Result<(), Closed> {
         self.unfinished = false;
         let may_read = may_read || !self.survey.links_tried.is_empty();
@@ -74,22 +94,25 @@ impl Engine {
     /// Puts the links that are due. Replacing a link may delete all objects on it: the next round
     /// takes in the events of this change, then reads the kernel again.
     fn put_links(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
-        let is_link = |(key, _): &(&Key, &Row)| matches!(key, Key::Link(_));
-        let due = self.table.puts(..).take_while(is_link);
-        let links = due.filter_map(|(key, _)| self.desired.object(key));
+        let due = self.table.puts(..).map(|(key, _)| key);
+        let due = due.take_while(|key| matches!(key, Key::Link(_)));
+        let links = due.filter_map(|key| self.desired.object(key));
         let links: Vec<Change> = links.map(Change::Put).collect();
         if links.is_empty() {
             return Ok(());
         }
         let keys: Vec<Key> = links.iter().map(|change| change.object().key()).collect();
-        let mut failing = self.table.failing.clone();
+        let failures = self.table.failures().clone();
         self.apply(kernel, links)?;
-        if !keys.iter().all(|key| self.table.failing.contains_key(key)) {
+        let accepted = keys.iter().filter(|key| !self.table.is_failing(key));
+        let accepted: Vec<Key> = accepted.copied().collect();
+        if !accepted.is_empty() {
             // Only a snapshot shows whether the kernel made the accepted changes.
-            for (key, failure) in self.table.failing.iter() {
-                failing.insert(*key, failure.clone());
+            for key in accepted {
+                if let Some(failure) = failures.get(&key) {
+                    self.table.keep_failure(key, failure.clone());
+                }
             }
-            self.table.failing = failing;
             self.survey.missing_links.clear();
             self.survey.invalidate_everything();
         }
@@ -100,79 +123,84 @@ impl Engine {
     /// Deletes one batch of objects of departed peers although repairs are not finished, unless an
     /// object of a lease is still to be put.
     fn delete_meanwhile(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
-        let by_lease = |cause: Cause| matches!(cause, Cause::Lease(_));
-        let is_due =
-            |key: &Key| self.desired.object(key).is_some_and(|object| !self.lacks_link(&object));
-        let is_first = |(key, row): (&Key, &Row)| by_lease(row.cause) && is_due(key);
-        if self.has_queue() || self.table.puts(..).any(is_first) {
+        if self.has_queue() || self.has_puts_of_leases() {
             return Ok(());
         }
-        let batch = self.next_deletions(&mut None, by_lease);
+        let batch = self.next_deletions(&mut None, |cause| matches!(cause, Cause::Lease(_)));
         if batch.is_empty() { Ok(()) } else { self.apply(kernel, batch) }
     }
 
+    /// Whether an object that a lease has changed can be put.
+    fn has_puts_of_leases(&self) -> bool {
+        self.table.puts(..).filter(|(_, row)| matches!(row.cause, Cause::Lease(_))).any(
+            |(key, _)| self.desired.object(key).is_some_and(|object| !self.lacks_link(&object)),
+        )
+    }
+
     /// Deletes the objects that are [put last](flannel_core::object::Record::put_last) and are not
-    /// desired, without waiting for complete leases. They are those of a run with another address
-    /// or port, and may refuse the packets of all peers.
+    /// desired, without waiting for complete leases. An earlier run with another address or port
+    /// left them, and they may refuse the packets of all peers.
     fn delete_stale_last(&mut self, kernel: &GatedKernel) -> Result<(), Closed> {
-        let stale = self.table.deletions(..).filter(|(_, object, _)| is_put_last(object));
-        let stale: Vec<_> = stale.map(|(_, object, _)| Change::Delete(object.clone())).collect();
+        let objects = self.table.deletions(..).map(|deletion| deletion.object);
+        let stale = objects.filter(|object| is_put_last(object));
+        let stale: Vec<_> = stale.cloned().map(Change::Delete).collect();
         if stale.is_empty() { Ok(()) } else { self.apply(kernel, stale) }
     }
 
     /// Whether objects are to be put that need not wait for more leases.
     pub(super) fn has_puts(&self) -> bool {
-        let is_last = |(key, _): (&Key, &Row)| self.desired.last.contains(key);
-        self.table.has_puts() && (self.live || !self.table.puts(..).all(is_last))
+        self.table.has_puts()
+            && (self.live || self.table.puts(..).any(|(key, _)| !self.desired.last.contains(key)))
     }
 
-    /// Whether an object has to wait: it would refuse what belongs to peers whose leases or records
-    /// are still missing.
+    /// Whether a put has to wait for other puts, because the object would refuse the packets of
+    /// peers whose leases or records are still missing.
     fn must_wait(&self, key: &Key) -> bool {
         let last = &self.desired.last;
-        let is_due = |(key, _): (&Key, &Row)| matches!(key, Key::Record(..)) && !last.contains(key);
-        last.contains(key) && (!self.live || self.has_queue() || self.table.puts(..).any(is_due))
+        if !last.contains(key) {
+            return false;
+        }
+        let mut puts = self.table.puts(..).map(|(key, _)| key);
+        !self.live
+            || self.has_queue()
+            || puts.any(|key| matches!(key, Key::Record(..)) && !last.contains(key))
     }
 
-    /// A route that is not put yet, or was refused, may still use the nexthop object that it had.
-    /// The kernel would delete it too.
+    /// Whether a route may still use a nexthop object that is not desired. A route keeps its old
+    /// nexthop object until it is put again, and if the kernel refused the put. The kernel would
+    /// delete the route together with the nexthop object.
     fn may_be_used(&self, nexthop: &Nexthop) -> bool {
-        let (table, failing) = (&self.table, &self.table.failing);
+        let table = &self.table;
         match self.desired.route_by(nexthop.id) {
-            Some(route) => table.is_put(&route) || failing.contains_key(&route),
+            Some(route) => table.is_put(&route) || table.is_failing(&route),
             None => {
                 let everything = Subnet::everything(Family::of(nexthop.gateway));
                 let routes = Key::Route(everything)..=Key::Route(Subnet::host(everything.last()));
                 table.puts(routes.clone()).next().is_some()
-                    || failing.keys().any(|key| routes.contains(key))
+                    || table.failures().keys().any(|key| routes.contains(key))
             }
         }
     }
 
-    /// Puts the due objects that are `meant` and whose links exist, until `end`. Changes of leases
-    /// come first, because repairs may never end. Routes are repaired last: without nexthop objects
-    /// they may take seconds, and without their nexthop objects the kernel refuses them.
+    /// Puts the due objects for which `meant` returns true and whose links exist, until `end`.
+    /// Changes of leases come first, because repairs may never end. Routes are repaired last:
+    /// without nexthop objects they may take seconds, and without their nexthop objects the kernel
+    /// refuses them.
     fn put_due(
         &mut self,
         kernel: &GatedKernel,
         end: Instant,
         meant: impl Fn(&Key, Cause) -> bool,
     ) -> Result<(), Closed> {
-        let turn = |key: &Key, cause: Cause| match (key, cause) {
-            (_, Cause::Lease(_)) => 0,
-            (Key::Route(_), Cause::Repair(_)) => 2,
-            (_, Cause::Repair(_)) => 1,
-        };
-        for now in 0..3 {
+        for turn in [Turn::Leases, Turn::Repairs, Turn::RepairsOfRoutes] {
             let mut last = None;
-            let meant = |key: &Key, cause: Cause| turn(key, cause) == now && meant(key, cause);
+            let meant = |key: &Key, cause: Cause| Turn::of(key, cause) == turn && meant(key, cause);
             self.apply_while(kernel, end, |this| this.next_puts(&mut last, meant))?;
         }
         Ok(())
     }
 
-    /// The next batch of objects to put after `last` that are `meant`. A route takes along its
-    /// nexthop object if that is due.
+    /// The next batch of objects to put after `last` for which `meant` returns true.
     fn next_puts(
         &self,
         last: &mut Option<Key>,
@@ -184,49 +212,62 @@ impl Engine {
                 break;
             }
             *last = Some(*key);
-            let is_meant = meant(key, row.cause) && !self.must_wait(key);
-            let wanted = is_meant.then(|| self.desired.object(key)).flatten();
-            let Some(object) = wanted.filter(|object| !self.lacks_link(object)) else { continue };
-            if let (Cause::Lease(_), Object::Route(Route { via: Via::Nexthop(id), .. })) =
-                (row.cause, &object)
-                && let Some(nexthop) = self.table.get(&Key::Nexthop(*id)).filter(|row| row.is_put())
-                && matches!(nexthop.cause, Cause::Repair(_))
-            {
-                batch.extend(self.desired.object(&Key::Nexthop(*id)).map(Change::Put));
+            if !meant(key, row.cause) || self.must_wait(key) {
+                continue;
             }
-            match (row.cause, key) {
-                (Cause::Repair(Damage::Modification), Key::Nexthop(id)) => {
-                    batch.extend(self.around(*id, object).into_iter().flatten().map(Change::Put));
-                }
-                _ => batch.push(Change::Put(object)),
+            let Some(object) = self.desired.object(key) else { continue };
+            if !self.lacks_link(&object) {
+                self.push_put(&mut batch, key, row.cause, object);
             }
         }
         batch
     }
 
-    /// The steps that repair a nexthop object in place: its route uses the gateway itself
-    /// meanwhile. Linux walks its whole table for each replacement of an object with a route
-    /// (`net.ipv4.nexthop_compat_mode`): three milliseconds with 50,000 routes.
-    fn around(&self, id: u32, nexthop: Object) -> [Option<Object>; 3] {
-        let route = self.desired.route_by(id);
-        let plain = route.and_then(|route| self.desired.peers.object(&route));
-        let by_nexthop = plain.as_ref().and_then(|plain| self.desired.object(&plain.key()));
-        [plain, Some(nexthop), by_nexthop]
+    /// Adds the put of an object to a batch, with further puts that it needs.
+    fn push_put(&self, batch: &mut Vec<Change>, key: &Key, cause: Cause, object: Object) {
+        // The kernel refuses a route without its nexthop object, whose repair has a later turn.
+        if matches!(cause, Cause::Lease(_))
+            && let Object::Route(Route { via: Via::Nexthop(id), .. }) = object
+            && let Some(nexthop) = self.table.get(&Key::Nexthop(id))
+            && nexthop.is_put()
+            && matches!(nexthop.cause, Cause::Repair(_))
+        {
+            batch.extend(self.desired.object(&Key::Nexthop(id)).map(Change::Put));
+        }
+        match (cause, key) {
+            (Cause::Repair(Damage::Modification), Key::Nexthop(id)) => {
+                let steps = self.nexthop_repair(*id, object);
+                batch.extend(steps.into_iter().flatten().map(Change::Put));
+            }
+            _ => batch.push(Change::Put(object)),
+        }
     }
 
-    /// The next batch of objects to delete before `last` that are `meant`, in the order opposite to
-    /// that of creation.
+    /// The puts that repair a nexthop object in place. Meanwhile its route uses the gateway itself.
+    /// Otherwise Linux walks its whole table for each replacement of an object with a route
+    /// (`net.ipv4.nexthop_compat_mode`), which takes three milliseconds with 50,000 routes.
+    fn nexthop_repair(&self, id: u32, nexthop: Object) -> [Option<Object>; 3] {
+        let route = self.desired.route_by(id);
+        let by_gateway = route.and_then(|route| self.desired.peers.object(&route));
+        let by_nexthop = by_gateway.as_ref().and_then(|route| self.desired.object(&route.key()));
+        [by_gateway, Some(nexthop), by_nexthop]
+    }
+
+    /// The next batch of objects to delete before `last` for whose cause `meant` returns true. The
+    /// order is the reverse of the order of creation.
     fn next_deletions(&self, last: &mut Option<Key>, meant: impl Fn(Cause) -> bool) -> Vec<Change> {
-        let is_used =
-            |object: &Object| matches!(object, Object::Nexthop(it) if self.may_be_used(it));
         let due = self.table.deletions((Unbounded, last.map_or(Unbounded, Excluded)));
-        let due = due.filter(|(_, object, cause)| meant(*cause) && !is_used(object)).take(BATCH);
-        let batch: Vec<_> = due.map(|(_, object, _)| Change::Delete(object.clone())).collect();
+        let objects = due.filter(|deletion| meant(deletion.cause)).map(|deletion| deletion.object);
+        let unused = objects.filter(|object| match object {
+            Object::Nexthop(nexthop) => !self.may_be_used(nexthop),
+            _ => true,
+        });
+        let batch: Vec<_> = unused.take(BATCH).cloned().map(Change::Delete).collect();
         *last = batch.last().map(|change| change.object().key());
         batch
     }
 
-    /// Whether the link of an object is missing. Such an object is not tried, so that the status
+    /// Whether the link of an object is missing. Such an object is not put, so that the status
     /// shows one failure and not ten thousand.
     pub(super) fn lacks_link(&self, object: &Object) -> bool {
         let missing = &self.survey.missing_links;
@@ -234,8 +275,9 @@ impl Engine {
             && self.desired.link_of(object).is_some_and(|link| missing.contains(&link))
     }
 
-    /// Applies the batches that `next` returns, one after the other. After `end` only the first one
-    /// begins. Batches of later rounds are not computed, because there may be a thousand.
+    /// Applies the batches that `next` returns, one after the other, until one is empty. After
+    /// `end`, only the first one is applied. Batches of later rounds are not computed, because
+    /// there may be a thousand.
     fn apply_while(
         &mut self,
         kernel: &GatedKernel,
@@ -265,28 +307,37 @@ impl Engine {
         let outcomes = kernel.apply(&self.footprint, &changes)?;
         let now = Instant::now();
         for (change, outcome) in changes.iter().zip(outcomes) {
-            // The outcome of an intermediate step is not the outcome of the desired object.
-            let is_step =
-                |object: &Object| self.desired.object(&object.key()).as_ref() != Some(object);
-            if !matches!(change, Change::Put(object) if is_step(object)) {
+            if !self.is_intermediate(change) {
                 self.record(change, outcome, now, None);
             }
         }
         Ok(())
     }
 
-    /// Refuses the puts of objects that the footprint does not own. A snapshot would not show them:
-    /// they would be put again after each one, and stay in the kernel when they are not desired any
-    /// more. Returns the other changes. `cause` is the cause for objects without a row.
+    /// Whether a change puts another object than the desired one, as a step of a
+    /// [repair](Self::nexthop_repair). Its outcome is not the outcome of the desired object.
+    fn is_intermediate(&self, change: &Change) -> bool {
+        match change {
+            Change::Put(object) => self.desired.object(&object.key()).as_ref() != Some(object),
+            Change::Delete(_) => false,
+        }
+    }
+
+    /// Refuses the puts of objects that the footprint does not own. A snapshot would not show them.
+    /// So they would be put again after each snapshot, and would stay in the kernel after they are
+    /// not desired any more. Returns the other changes. `cause` is the cause for objects without a
+    /// row.
     pub(super) fn refuse_unowned(
         &mut self,
         changes: Vec<Change>,
         cause: Option<Cause>,
     ) -> Vec<Change> {
-        let is_unowned =
-            |change: &Change| matches!(change, Change::Put(object) if !self.owns(object));
-        let (unowned, owned): (Vec<_>, Vec<_>) = changes.into_iter().partition(is_unowned);
-        for change in unowned {
+        let mut owned = changes;
+        let unowned = owned.extract_if(.., |change| match change {
+            Change::Put(object) => !self.owns(object),
+            Change::Delete(_) => false,
+        });
+        for change in unowned.collect::<Vec<_>>() {
             let error = KernelError::NotOwned(change.object().to_string());
             self.record(&change, Outcome::Failed(error), Instant::now(), cause);
         }
@@ -295,12 +346,13 @@ impl Engine {
 
     /// Whether the footprint owns an object that this network desires.
     pub(super) fn owns(&self, object: &Object) -> bool {
-        // The device of a nexthop object is rarely needed, and costs a search.
+        // The search for the device of a route by a nexthop object is rarely needed.
         self.footprint.owns(object, object.link())
             || self.footprint.owns(object, self.desired.link_of(object))
     }
 
-    /// Records the end of a change that was only started; `None` if the event is not such an end.
+    /// Records the end of a change that was only started. Returns `None` if the event is not the
+    /// end of such a change.
     pub(super) fn end_started(&mut self, event: &KernelEvent) -> Option<()> {
         if !self.table.has_started() {
             return None;
@@ -320,8 +372,8 @@ impl Engine {
         Some(())
     }
 
-    /// Records the outcome of a change. `cause` is the cause for an object without a row, or `None`
-    /// if the change went along with another one.
+    /// Records the outcome of a change. `cause` is the cause for an object without a row. It is
+    /// `None` if only another change made this one necessary.
     pub(super) fn record(
         &mut self,
         change: &Change,
@@ -331,9 +383,9 @@ impl Engine {
     ) {
         let object = change.object();
         let key = object.key();
-        let (known, changed_by) =
-            self.table.remove(&key).map(|row| (row.cause, row.changed_by)).unzip();
-        let (cause, changed_by) = (known.or(cause), changed_by.flatten());
+        let row = self.table.remove(&key);
+        let cause = row.as_ref().map(|row| row.cause).or(cause);
+        let changed_by = row.and_then(|row| row.changed_by);
         match outcome {
             Outcome::Done => {}
             Outcome::Started => {
@@ -347,17 +399,19 @@ impl Engine {
                 return self.table.refuse(change, cause, changed_by, peer, error);
             }
         }
-        if let (Change::Delete(_), Key::Nexthop(id), Some(ids)) =
-            (change, key, &mut self.desired.ids)
-        {
-            ids.release(id);
-        }
-        self.table.failing.remove(&key);
-        if matches!(change, Change::Delete(_)) && self.desired.last.contains(&key) {
-            // It made room for the desired object.
-            let cause = cause.unwrap_or(Cause::Lease(None));
-            self.table.insert(key, Row::new(Actual::Unknown, cause));
-            return;
+        self.table.forget_failure(&key);
+        if matches!(change, Change::Delete(_)) {
+            if let Key::Nexthop(id) = key
+                && let Some(ids) = &mut self.desired.ids
+            {
+                ids.release(id);
+            }
+            if self.desired.last.contains(&key) {
+                // The deletion made room for the desired object.
+                let cause = cause.unwrap_or(Cause::Lease(None));
+                self.table.insert(key, Row::new(Actual::Unknown, cause));
+                return;
+            }
         }
         match cause {
             None => {}

@@ -6,7 +6,7 @@ use serde_json::value::RawValue;
 
 use super::{BackendUse, NodeBackends};
 
-/// The text has not the form of [`NodeBackends::to_json`]. The error shows nothing of the text,
+/// The text does not have the form of [`NodeBackends::to_json`]. The error does not show the text,
 /// which may have secrets.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}, column {column}: {expected}")]
@@ -31,42 +31,40 @@ struct WireBackend {
 impl NodeBackends {
     /// The backends as JSON text. It has the options of all backends, secrets included.
     pub fn to_json(&self) -> String {
-        let usage = |usage: &BackendUse| WireBackend {
+        let backends = self.iter().map(|usage| WireBackend {
             lease_type: usage.lease_type.clone(),
             offered: usage.offered,
             backend: with_type(&usage.backend),
-        };
-        let wire = Wire { backends: self.iter().map(usage).collect() };
+        });
+        let wire = Wire { backends: backends.collect() };
         serde_json::to_string(&wire).expect("texts and JSON values serialize")
     }
 
     /// Reads the text of [`Self::to_json`].
     ///
     /// # Errors
-    /// It has another form.
+    /// The text has another form.
     pub fn parse(text: &str) -> Result<Self, Damaged> {
         let wire: Wire = serde_json::from_str(text).map_err(|error| Damaged {
             line: error.line(),
             column: error.column(),
             expected: "expected {\"backends\": [...]}, each with lease_type, offered and backend",
         })?;
-        let usage = |wire: WireBackend| {
-            let WireBackend { lease_type, offered, backend } = wire;
-            let backend = BackendConfig::parse(backend.get());
-            backend.map(|backend| BackendUse { lease_type, backend, offered })
-        };
-        let usages = wire.backends.into_iter().map(usage).collect::<Result<Vec<_>, _>>();
-        let mut all = Self(usages.map_err(|_| Damaged {
-            line: 1,
-            column: 1,
-            expected: "expected a Type in each backend, such as {\"Type\": \"vxlan\"}",
-        })?);
+        let mut all = Self::default();
+        for WireBackend { lease_type, offered, backend } in wire.backends {
+            let backend = BackendConfig::parse(backend.get()).map_err(|_| Damaged {
+                line: 1,
+                column: 1,
+                expected: "expected a Type in each backend, such as {\"Type\": \"vxlan\"}",
+            })?;
+            all.0.push(BackendUse { lease_type, backend, offered });
+        }
         all.sort();
         Ok(all)
     }
 }
 
-/// The options of a backend. A config without a `Backend` has none, but a kind.
+/// The options of a backend. If the network config has no `Backend`, they are only its type.
 fn with_type(backend: &BackendConfig) -> Box<RawValue> {
     let text = if backend.explicit {
         backend.options.clone()

@@ -15,7 +15,7 @@ use flannel_core::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, 
 use flannel_core::status::{Rejection, SortedMap};
 use proptest::prelude::*;
 
-use crate::moving::{BackendUse, NodeBackends, Seen, Tunnels, Wait};
+use crate::moving::{AwaitedEvent, BackendUse, NodeBackends, Seen, Tunnels};
 
 const KINDS: [&str; 3] = ["vxlan", "host-gw", TUNNEL];
 /// It needs a handshake with each peer.
@@ -31,8 +31,8 @@ enum Event {
     Config(&'static str),
     /// The node reads the config. Its network is rebuilt with the new backend, if it can be.
     Read(usize),
-    /// The devices of all backends are in the node's kernel. If that of the target cannot be made,
-    /// the node goes back to the last one whose devices could be.
+    /// The node's kernel makes the devices of all backends. If it cannot make the devices of the
+    /// target, the node goes back to the last target whose devices it could make.
     InPlace(usize),
     /// The node's kernel makes no device of this kind from now on. Those that it has stay.
     Break { node: usize, kind: &'static str },
@@ -42,7 +42,7 @@ enum Event {
     Revive(usize),
     /// The node sees this many more writes.
     View(usize, usize),
-    /// The node steps, and publishes its offers. `crash`: it is killed before it publishes.
+    /// The node steps, and publishes its offers. With `crash`, it is killed before it publishes.
     Step { node: usize, crash: bool },
     /// Both nodes complete a handshake.
     Shake(usize, usize),
@@ -124,10 +124,9 @@ fn subnets(node: usize) -> Subnets {
 }
 
 fn lease(node: usize, offers: &[&'static str]) -> Lease {
-    let offer = |kind: &&'static str| {
+    let mut offers = offers.iter().map(|kind| {
         Offer::new([[192, 0, 2, 1 + node as u8].into()].into_iter().collect()).with_kind(*kind)
-    };
-    let mut offers = offers.iter().map(offer);
+    });
     let attrs = LeaseAttrs { preferred: offers.next().unwrap(), others: offers.collect() };
     let revision = Revision(1);
     Lease { subnets: subnets(node), attrs, expires: None, since: revision, revision }
@@ -150,7 +149,8 @@ impl Cluster {
             seen: 0,
             withdrew: 0,
         };
-        let (nodes, writes) = (vec![node; NODES], Vec::new());
+        let nodes = vec![node; NODES];
+        let writes = Vec::new();
         let config = KINDS[0];
         let mut cluster = Self { config, nodes, writes, shaken: BTreeSet::new(), blocked: None };
         (0..NODES).for_each(|node| cluster.publish(node));
@@ -182,9 +182,10 @@ impl Cluster {
     }
 
     fn view(&self, node: usize) -> View {
-        let offers = |of| Some((of, self.published(self.nodes[node].seen, of)?));
-        let leases = (0..=NODES).filter_map(offers);
-        let leases: LeaseSet = leases.map(|(of, offers)| Arc::new(lease(of, offers))).collect();
+        let seen = self.nodes[node].seen;
+        let leases: LeaseSet = (0..=NODES)
+            .filter_map(|of| Some(Arc::new(lease(of, self.published(seen, of)?))))
+            .collect();
         View { leases, origin: Origin::Live { revision: Revision(1) } }
     }
 
@@ -208,11 +209,14 @@ impl Cluster {
         Tunnels { open: subnets(true), waiting: subnets(false) }
     }
 
-    fn step_of(&self, node: usize) -> Option<Result<NodeBackends, Wait>> {
-        let (view, own, tunnels) = (self.view(node), subnets(node), self.tunnels(node));
+    fn step_of(&self, node: usize) -> Option<Result<NodeBackends, AwaitedEvent>> {
+        let view = self.view(node);
+        let own = subnets(node);
+        let tunnels = self.tunnels(node);
         let Node { kept, target, in_place, .. } = &self.nodes[node];
         let tunnels = (*target == TUNNEL).then_some(&tunnels);
-        let (in_place, rejected) = (*in_place, &SortedMap::default());
+        let in_place = *in_place;
+        let rejected = &SortedMap::default();
         let step = kept.step(target, &Seen { in_place, view: &view, own, tunnels, rejected });
         step.map(|step| step.next)
     }
@@ -223,8 +227,8 @@ impl Cluster {
         it.kernel.contains(kind) || (kind != IMPOSSIBLE && !it.broken.contains(kind))
     }
 
-    /// The backends of a network of a node with this target, and those that are left out. `None`:
-    /// it cannot be built, or the network that runs is needed.
+    /// The backends of a network of a node with this target, and the backends that are left out.
+    /// `None` if the network cannot be built, or if the node still needs the network that runs.
     fn lineup(&self, node: usize, target: &'static str) -> Option<(NodeBackends, Vec<BackendUse>)> {
         let it = &self.nodes[node];
         if !self.can_build(node, target) {
@@ -233,11 +237,12 @@ impl Cluster {
         let mut record = it.kept.clone();
         record.add(&it.aside);
         record.aim_at(target, &backend(target));
-        let is_broken = |usage: &BackendUse| !self.can_build(node, &usage.lease_type);
-        let (kept, aside) = record.without(target, is_broken);
+        let (kept, aside) =
+            record.without(target, |usage| !self.can_build(node, &usage.lease_type));
         let view = self.view(node);
-        let user = |usage: &BackendUse| kept.user_of(&usage.lease_type, subnets(node), &view);
-        let is_needed = it.runs && aside.iter().any(|usage| user(usage).is_some());
+        let mut users =
+            aside.iter().filter_map(|usage| kept.user_of(&usage.lease_type, subnets(node), &view));
+        let is_needed = it.runs && users.next().is_some();
         (!is_needed).then_some((kept, aside))
     }
 
@@ -245,12 +250,15 @@ impl Cluster {
     fn aim(&mut self, node: usize, target: &'static str) -> bool {
         let Some((kept, aside)) = self.lineup(node, target) else { return false };
         let it = &mut self.nodes[node];
-        (it.kept, it.aside, it.target, it.in_place) = (kept, aside, target, false);
+        it.kept = kept;
+        it.aside = aside;
+        it.target = target;
+        it.in_place = false;
         true
     }
 
-    /// The devices of a node are made. Without those of a target that it does not offer yet, it
-    /// goes back.
+    /// Makes the devices of a node. If it cannot make the devices of a target that the node does
+    /// not offer yet, the node goes back.
     fn make_devices(&mut self, node: usize) {
         let made: Vec<_> = self.nodes[node].kept.iter().map(|it| known(&it.lease_type)).collect();
         let made: Vec<_> = made.into_iter().filter(|kind| self.can_build(node, kind)).collect();
@@ -279,89 +287,125 @@ impl Cluster {
         assert!(found.is_some(), "node {node} runs nothing: {self:#?}");
         let all = self.writes.len();
         let it = &mut self.nodes[node];
-        (it.runs, it.seen) = (true, all);
+        it.runs = true;
+        it.seen = all;
         self.publish(node);
     }
 
     /// Returns whether it changed anything.
     fn happens(&mut self, event: &Event) -> bool {
-        let (config, all) = (self.config, self.writes.len());
         match *event {
-            Event::Config(kind) => self.config = kind,
-            Event::Read(node) if self.nodes[node].runs && self.nodes[node].target != config => {
-                return self.aim(node, config);
+            Event::Config(kind) => {
+                self.config = kind;
+                true
             }
-            Event::InPlace(node) if self.nodes[node].runs && !self.nodes[node].in_place => {
-                self.make_devices(node);
+            Event::Read(node) => self.reads_config(node),
+            Event::InPlace(node) => {
+                let is_due = self.nodes[node].runs && !self.nodes[node].in_place;
+                if is_due {
+                    self.make_devices(node);
+                }
+                is_due
             }
-            Event::Break { node, kind } => return self.nodes[node].broken.insert(kind),
-            Event::Repair(node) if !self.nodes[node].broken.is_empty() => {
+            Event::Break { node, kind } => self.nodes[node].broken.insert(kind),
+            Event::Repair(node) => {
+                let is_due = !self.nodes[node].broken.is_empty();
                 self.nodes[node].broken.clear();
+                is_due
             }
-            Event::Revive(node) if self.nodes[node].runs && !self.nodes[node].aside.is_empty() => {
-                let it = &self.nodes[node];
-                let (target, view) = (it.target, self.view(node));
-                let is_up = |it: &BackendUse| self.can_build(node, &it.lease_type);
-                if it.aside.iter().any(is_up) {
-                    return self.aim(node, target);
+            Event::Revive(node) => self.revives(node),
+            Event::View(node, by) => self.sees_writes(node, by),
+            Event::Step { node, crash } => self.steps(node, crash),
+            Event::Shake(node, peer) => self.shake_hands(node, peer),
+            Event::Drop(node) => self.drops_backends(node),
+            Event::Kill(node) => std::mem::replace(&mut self.nodes[node].runs, false),
+            Event::Start(node) => {
+                let is_due = !self.nodes[node].runs;
+                if is_due {
+                    self.start(node);
                 }
-                let user =
-                    |usage: &BackendUse| it.kept.user_of(&usage.lease_type, subnets(node), &view);
-                if it.aside.iter().any(|usage| user(usage).is_some()) {
-                    return false;
-                }
-                self.nodes[node].aside.clear();
+                is_due
             }
-            Event::View(node, by) if self.nodes[node].runs && self.nodes[node].seen < all => {
-                let seen = &mut self.nodes[node].seen;
-                *seen = all.min(*seen + by);
-            }
-            Event::Step { node, crash } if self.nodes[node].runs => {
-                let Some(Ok(next)) = self.step_of(node) else { return false };
-                let before = self.offers(node);
-                self.nodes[node].kept = next;
-                let after = self.offers(node);
-                let lists = |kind| {
-                    (0..=NODES).all(|of| {
-                        let seen = self.published(self.nodes[node].seen, of);
-                        seen.is_none_or(|offers| offers.contains(&kind))
-                    })
-                };
-                assert!(before[0] == after[0] || lists(after[0]), "{before:?} -> {after:?}");
-                assert!(after.iter().all(|kind| self.nodes[node].kernel.contains(kind)));
-                if crash {
-                    self.nodes[node].runs = false;
-                } else {
-                    self.publish(node);
-                }
-            }
-            Event::Shake(node, peer) if node < peer && !self.is_shaken(node, peer) => {
-                let meet = self.has_peer(node, peer) && self.has_peer(peer, node);
-                if !meet || self.blocked == Some((node, peer)) {
-                    return false;
-                }
-                self.shaken.insert((node, peer));
-            }
-            Event::Drop(node) if self.nodes[node].runs => {
-                if self.step_of(node) != Some(Err(Wait::Silence)) {
-                    return false;
-                }
-                // A minute has passed: all nodes have seen the withdrawal. No packet has come.
-                let withdrew = self.nodes[node].withdrew;
-                let late = |it: &Node| it.seen < withdrew || !it.in_place;
-                if self.nodes.iter().any(late) {
-                    return false;
-                }
-                let it = &mut self.nodes[node];
-                it.kept.retain(|usage| usage.offered);
-                it.kernel = it.kept.iter().map(|it| known(&it.lease_type)).collect();
-                if !it.kernel.contains(TUNNEL) {
-                    self.shaken.retain(|(one, other)| ![*one, *other].contains(&node));
-                }
-            }
-            Event::Kill(node) if self.nodes[node].runs => self.nodes[node].runs = false,
-            Event::Start(node) if !self.nodes[node].runs => self.start(node),
-            _ => return false,
+        }
+    }
+
+    fn reads_config(&mut self, node: usize) -> bool {
+        let config = self.config;
+        self.nodes[node].runs && self.nodes[node].target != config && self.aim(node, config)
+    }
+
+    fn revives(&mut self, node: usize) -> bool {
+        let it = &self.nodes[node];
+        if !it.runs || it.aside.is_empty() {
+            return false;
+        }
+        if it.aside.iter().any(|usage| self.can_build(node, &usage.lease_type)) {
+            let target = it.target;
+            return self.aim(node, target);
+        }
+        let view = self.view(node);
+        let is_used =
+            |usage: &BackendUse| it.kept.user_of(&usage.lease_type, subnets(node), &view).is_some();
+        if it.aside.iter().any(is_used) {
+            return false;
+        }
+        self.nodes[node].aside.clear();
+        true
+    }
+
+    fn sees_writes(&mut self, node: usize, more: usize) -> bool {
+        let all = self.writes.len();
+        let it = &mut self.nodes[node];
+        if !it.runs || it.seen >= all {
+            return false;
+        }
+        it.seen = all.min(it.seen + more);
+        true
+    }
+
+    fn steps(&mut self, node: usize, crash: bool) -> bool {
+        if !self.nodes[node].runs {
+            return false;
+        }
+        let Some(Ok(next)) = self.step_of(node) else { return false };
+        let before = self.offers(node);
+        self.nodes[node].kept = next;
+        let after = self.offers(node);
+        let lists = |kind| {
+            (0..=NODES).all(|of| {
+                let seen = self.published(self.nodes[node].seen, of);
+                seen.is_none_or(|offers| offers.contains(&kind))
+            })
+        };
+        assert!(before[0] == after[0] || lists(after[0]), "{before:?} -> {after:?}");
+        assert!(after.iter().all(|kind| self.nodes[node].kernel.contains(kind)));
+        if crash {
+            self.nodes[node].runs = false;
+        } else {
+            self.publish(node);
+        }
+        true
+    }
+
+    fn shake_hands(&mut self, node: usize, peer: usize) -> bool {
+        let meet = node < peer && self.has_peer(node, peer) && self.has_peer(peer, node);
+        meet && self.blocked != Some((node, peer)) && self.shaken.insert((node, peer))
+    }
+
+    fn drops_backends(&mut self, node: usize) -> bool {
+        if !self.nodes[node].runs || self.step_of(node) != Some(Err(AwaitedEvent::Silence)) {
+            return false;
+        }
+        // A minute has passed: all nodes have seen the withdrawal. No packet has come.
+        let withdrew = self.nodes[node].withdrew;
+        if self.nodes.iter().any(|it| it.seen < withdrew || !it.in_place) {
+            return false;
+        }
+        let it = &mut self.nodes[node];
+        it.kept.retain(|usage| usage.offered);
+        it.kernel = it.kept.iter().map(|it| known(&it.lease_type)).collect();
+        if !it.kernel.contains(TUNNEL) {
+            self.shaken.retain(|(one, other)| ![*one, *other].contains(&node));
         }
         true
     }
@@ -510,9 +554,9 @@ fn a_move_waits_for_each_step_of_the_other_nodes() {
             format!("{} {}", blockers.total, first.join(" "))
         };
         let wait = match wait {
-            Wait::Offers(blockers) => format!("offers {}", names(blockers)),
-            Wait::Preference(blockers) => format!("preference {}", names(blockers)),
-            Wait::Withdrawal(blockers) => format!("withdrawal {}", names(blockers)),
+            AwaitedEvent::Offers(blockers) => format!("offers {}", names(blockers)),
+            AwaitedEvent::Preference(blockers) => format!("preference {}", names(blockers)),
+            AwaitedEvent::Withdrawal(blockers) => format!("withdrawal {}", names(blockers)),
             wait => format!("{wait:?}"),
         };
         format!("{} | {wait}", cluster.offers(node).join(" "))
@@ -556,13 +600,14 @@ fn a_move_waits_for_handshakes_with_nodes_that_have_leases_and_the_old_offer() {
             of.iter().flat_map(|node| subnets(*node).iter().collect::<Vec<_>>()).collect()
         };
         let tunnels = Tunnels { open: subnets(open), waiting: subnets(waiting) };
-        let (own, tunnels) = (self::subnets(0), Some(&tunnels));
+        let own = self::subnets(0);
+        let tunnels = Some(&tunnels);
         let seen = Seen { in_place: true, view: &view, own, tunnels, rejected };
         match kept.step(TUNNEL, &seen).unwrap().next {
             Ok(next) => {
                 next.offered().map(|it| it.lease_type.clone()).collect::<Vec<_>>().join(" ")
             }
-            Err(Wait::Handshakes(blockers)) => {
+            Err(AwaitedEvent::Handshakes(blockers)) => {
                 let first: Vec<_> =
                     blockers.first.iter().map(|it| it.subnets.to_string()).collect();
                 format!("{} {}", blockers.total, first.join(" "))
@@ -617,13 +662,14 @@ fn the_offered_backends_come_first() {
 
 /// The next step of the node 0 to host-gw, if nodes from 0 on have these offers. There is a
 /// reservation too.
-fn next(text: &str, leases: &[&[&'static str]]) -> Result<String, Wait> {
+fn next(text: &str, leases: &[&[&'static str]]) -> Result<String, AwaitedEvent> {
     let mut reserved = lease(leases.len(), &["vxlan"]);
     reserved.attrs.preferred.public = Default::default();
     let leases = leases.iter().enumerate().map(|(node, offers)| lease(node, offers));
     let leases = leases.chain([reserved]).map(Arc::new).collect();
     let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
-    let (own, rejected) = (subnets(0), &SortedMap::default());
+    let own = subnets(0);
+    let rejected = &SortedMap::default();
     let seen = Seen { in_place: true, view: &view, own, tunnels: None, rejected };
     backends(text).step("host-gw", &seen).unwrap().next.map(|next| shown(next.iter()))
 }
@@ -640,6 +686,6 @@ fn a_node_that_comes_back_late_is_offered_what_it_knows() {
 fn only_the_first_blockers_are_listed() {
     let old = &["vxlan"][..];
     let wait = next("vxlan host-gw", &[&["vxlan", "host-gw"], old, old, old, old]).unwrap_err();
-    let Wait::Offers(blockers) = wait else { panic!("{wait:?}") };
+    let AwaitedEvent::Offers(blockers) = wait else { panic!("{wait:?}") };
     assert_eq!((blockers.total, blockers.first.len()), (4, crate::moving::Blockers::LISTED));
 }

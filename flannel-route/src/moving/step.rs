@@ -18,23 +18,42 @@ pub struct Seen<'a> {
     pub view: &'a View,
     /// This node's subnets.
     pub own: Subnets,
-    /// The tunnels of the target; `None`: packets pass without a handshake.
+    /// The tunnels of the target, or `None` if packets pass without a handshake.
     pub tunnels: Option<&'a Tunnels>,
     /// The leases that this node rejects. It reaches their nodes by no backend.
     pub rejected: &'a SortedMap<Subnets, Rejection>,
 }
 
+impl<'a> Seen<'a> {
+    /// The leases of all nodes that peers can send packets to.
+    fn leases(&self) -> impl Iterator<Item = &'a Arc<Lease>> {
+        self.view.leases.iter().filter(|lease| is_reachable(lease))
+    }
+
+    /// Returns the `wait` for the leases for which `blocks` returns true, if there are any.
+    fn wait_for(
+        &self,
+        wait: fn(Blockers) -> AwaitedEvent,
+        blocks: impl Fn(&Lease) -> bool,
+    ) -> Result<(), AwaitedEvent> {
+        match Blockers::of(self.leases().filter(|lease| blocks(lease))) {
+            Some(blockers) => Err(wait(blockers)),
+            None => Ok(()),
+        }
+    }
+}
+
 /// The tunnels to peers through which packets pass only after a handshake, by the subnets of peers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tunnels {
-    /// Those with a completed handshake, at any time since the peer was added.
+    /// The tunnels that have completed a handshake at any time since the peer was added.
     pub open: BTreeSet<Subnet>,
-    /// Those without.
+    /// The tunnels that have not completed a handshake.
     pub waiting: BTreeSet<Subnet>,
 }
 
 impl Tunnels {
-    /// Whether all tunnels to the node with this lease are open. It has one or more.
+    /// Whether there is a tunnel to the node with this lease, and all tunnels to it are open.
     fn reach(&self, lease: &Lease) -> bool {
         let has_one_in = |tunnels: &BTreeSet<Subnet>| {
             lease.subnets.iter().any(|subnet| tunnels.contains(&subnet))
@@ -47,18 +66,18 @@ impl Tunnels {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Step {
-    /// The backends to run and to offer now; or the event that the node waits for.
-    pub next: Result<NodeBackends, Wait>,
-    /// The number of leases in the view.
+    /// The backends to run and to offer now, or the event that the node waits for.
+    pub next: Result<NodeBackends, AwaitedEvent>,
+    /// The number of leases in the view, without reservations for future nodes.
     pub leases: usize,
-    /// The number of those that offer the target.
+    /// The number of these leases that offer the target.
     pub offering: usize,
 }
 
 /// The event that a node waits for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Wait {
+pub enum AwaitedEvent {
     /// The devices of the target are in the kernel.
     Devices,
     /// The store answers, and returns this node's lease as it was published.
@@ -79,16 +98,17 @@ pub enum Wait {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Blockers {
-    /// Their number.
+    /// The number of leases.
     pub total: usize,
-    /// The first ones, at most [`Blockers::LISTED`].
+    /// The first leases, at most [`Blockers::LISTED`].
     pub first: Vec<Arc<Lease>>,
 }
 
 impl Blockers {
-    /// The number of leases that are listed.
+    /// The largest number of leases that are listed.
     pub const LISTED: usize = 3;
 
+    /// These leases, or `None` if there are none.
     fn of<'a>(leases: impl Iterator<Item = &'a Arc<Lease>>) -> Option<Self> {
         let mut blockers = Self::default();
         for lease in leases {
@@ -109,66 +129,70 @@ impl NodeBackends {
     /// that step at the same time, one has seen the lease of the other, and they keep a common
     /// offer. Costs O(leases) during a move, O(1) without one.
     pub fn step(&self, target: &str, seen: &Seen<'_>) -> Option<Step> {
-        let leases = || seen.view.leases.iter().filter(|lease| is_reachable(lease));
         self.is_moving().then(|| Step {
             next: self.advance(target, seen),
-            leases: leases().count(),
-            offering: leases().filter(|lease| offers(lease, target)).count(),
+            leases: seen.leases().count(),
+            offering: seen.leases().filter(|lease| offers(lease, target)).count(),
         })
     }
 
-    fn advance(&self, target: &str, seen: &Seen<'_>) -> Result<Self, Wait> {
-        let leases = || seen.view.leases.iter().filter(|lease| is_reachable(lease));
-        let none_of = |blockers: Option<Blockers>, wait: fn(Blockers) -> Wait| {
-            blockers.map_or(Ok(()), |blockers| Err(wait(blockers)))
-        };
+    fn advance(&self, target: &str, seen: &Seen<'_>) -> Result<Self, AwaitedEvent> {
         let is_target = |usage: &BackendUse| usage.lease_type == target;
-        let is_offered = self.offered().any(is_target);
         if !seen.in_place {
-            return Err(Wait::Devices);
+            return Err(AwaitedEvent::Devices);
         }
         if !self.is_published(seen) {
-            return Err(Wait::Store);
+            return Err(AwaitedEvent::Store);
         }
-        if !is_offered {
+        if !self.offered().any(is_target) {
             return Ok(self.offering(|usage| usage.offered || is_target(usage)));
         }
-        // A node that came back late may offer only what this one has withdrawn.
-        let is_common = |lease: &Lease| self.offered().any(|it| offers(lease, &it.lease_type));
-        let stranded = || leases().filter(|lease| !is_common(lease));
-        let is_needed = |usage: &BackendUse| stranded().any(|it| offers(it, &usage.lease_type));
-        if self.iter().any(is_needed) {
-            return Ok(self.offering(|usage| usage.offered || is_needed(usage)));
+        if let Some(next) = self.offering_to_stranded(seen) {
+            return Ok(next);
         }
         if !self.offered().next().is_some_and(is_target) {
-            let lacking = leases().filter(|lease| !offers(lease, target));
-            none_of(Blockers::of(lacking), Wait::Offers)?;
+            seen.wait_for(AwaitedEvent::Offers, |lease| !offers(lease, target))?;
             let mut next = self.clone();
             next.0.sort_by_key(|usage| (!usage.offered, !is_target(usage)));
             return Ok(next);
         }
         if self.offered().count() > 1 {
-            let others = leases().filter(|lease| lease.attrs.preferred.kind != target);
-            none_of(Blockers::of(others), Wait::Preference)?;
-            // Without a handshake, packets between both nodes still take an old backend. The offer
-            // is of no use to a node that has withdrawn its own.
-            let is_old = |lease: &Lease| {
-                self.offered().any(|it| !is_target(it) && offers(lease, &it.lease_type))
-            };
-            let is_closed = |lease: &&Arc<Lease>| {
-                let closed = seen.tunnels.is_some_and(|tunnels| !tunnels.reach(lease));
-                let is_peer =
-                    lease.subnets != seen.own && !seen.rejected.contains_key(&lease.subnets);
-                closed && is_peer && is_old(lease)
-            };
-            none_of(Blockers::of(leases().filter(is_closed)), Wait::Handshakes)?;
+            seen.wait_for(AwaitedEvent::Preference, |lease| lease.attrs.preferred.kind != target)?;
+            seen.wait_for(AwaitedEvent::Handshakes, |lease| {
+                self.needs_handshake(target, lease, seen)
+            })?;
             return Ok(self.offering(is_target));
         }
-        let withdrawn = |lease: &&Arc<Lease>| {
+        seen.wait_for(AwaitedEvent::Withdrawal, |lease| {
             self.iter().any(|usage| !usage.offered && offers(lease, &usage.lease_type))
-        };
-        none_of(Blockers::of(leases().filter(withdrawn)), Wait::Withdrawal)?;
-        Err(Wait::Silence)
+        })?;
+        Err(AwaitedEvent::Silence)
+    }
+
+    /// These backends, with offers again that a node without a common offer needs. Returns `None`
+    /// if all nodes have a common offer with this one. A node that came back late may offer only
+    /// what this node has withdrawn.
+    fn offering_to_stranded(&self, seen: &Seen<'_>) -> Option<Self> {
+        let mut stranded = Vec::new();
+        for lease in seen.leases() {
+            if !self.offered().any(|usage| offers(lease, &usage.lease_type)) {
+                stranded.push(lease);
+            }
+        }
+        let is_needed =
+            |usage: &BackendUse| stranded.iter().any(|lease| offers(lease, &usage.lease_type));
+        let needs_more = self.iter().any(is_needed);
+        needs_more.then(|| self.offering(|usage| usage.offered || is_needed(usage)))
+    }
+
+    /// Whether packets between this node and the node with this lease still take an old backend,
+    /// because the target has not completed a handshake. A node that does not offer an old backend
+    /// any more does not use the old offers of this node.
+    fn needs_handshake(&self, target: &str, lease: &Lease, seen: &Seen<'_>) -> bool {
+        let is_closed = seen.tunnels.is_some_and(|tunnels| !tunnels.reach(lease));
+        let is_peer = lease.subnets != seen.own && !seen.rejected.contains_key(&lease.subnets);
+        let mut old = self.offered().filter(|usage| usage.lease_type != target);
+        is_closed && is_peer && old.any(|usage| offers(lease, &usage.lease_type))
     }
 
     /// Whether the view is live, and has this node's lease as it was published.
@@ -181,7 +205,7 @@ impl NodeBackends {
             })
     }
 
-    /// These backends, of which the given ones are offered.
+    /// These backends. A backend is offered if `offered` returns true for it.
     fn offering(&self, offered: impl Fn(&BackendUse) -> bool) -> Self {
         let mut next = self.clone();
         next.0.iter_mut().for_each(|usage| usage.offered = offered(usage));
@@ -190,11 +214,13 @@ impl NodeBackends {
     }
 }
 
-/// Whether peers can send packets to the node. A reservation for a future node has no address.
+/// Whether peers can send packets to the node with this lease. A reservation for a future node does
+/// not have an address.
 fn is_reachable(lease: &Lease) -> bool {
     lease.attrs.offers().any(|offer| !offer.public.is_empty())
 }
 
+/// Whether a lease has an offer of this type.
 pub(super) fn offers(lease: &Lease, kind: &str) -> bool {
     lease.attrs.offers().any(|offer| offer.kind == kind)
 }

@@ -9,7 +9,8 @@ use flannel_route::{cleanup, remove_go_routes};
 
 /// A kernel with routes by a gateway to `dsts`, and the footprint of their network.
 fn kernel(dsts: &[&str], protocol: u8) -> (FakeKernel, Footprint) {
-    let (kernel, link) = (FakeKernel::with_uplink("eth0"), "eth0".parse().unwrap());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let link = "eth0".parse().unwrap();
     let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link, onlink: false };
     for dst in dsts {
         kernel.foreign_put(Route { dst: dst.parse().unwrap(), via, mtu: None }, protocol);

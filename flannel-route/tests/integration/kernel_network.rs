@@ -72,7 +72,8 @@ fn place(subnet: Subnet) -> u8 {
 /// IPv4 route of ipip, whose gateway is their public address. Those from 60 to 69 have an IPv4 peer
 /// of WireGuard.
 fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: bool) -> Vec<Object> {
-    let (family, base) = (subnet.family(), subnet.base());
+    let family = subnet.family();
+    let base = subnet.base();
     let link = tunnel(family);
     if direct {
         let via = Via::Gateway { gateway: public, link: uplink(), onlink: false };
@@ -84,7 +85,8 @@ fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: boo
     }
     if family == Family::V4 && (60..70).contains(&place(subnet)) {
         let allowed = Dual { v4: Some(subnet), v6: None };
-        let (endpoint, psk) = ((public, 51820).into(), Some(Secret::new([5; 32])));
+        let endpoint = (public, 51820).into();
+        let psk = Some(Secret::new([5; 32]));
         let attributes = Box::new(PeerAttributes { endpoint, allowed, psk, keepalive: 0 });
         let key = PublicKey([mac.0[1]; 32]);
         let via = Via::Link(wireguard());
@@ -184,10 +186,17 @@ impl Peer {
     }
 
     fn objects(self) -> Vec<Object> {
-        let one = |family| {
-            plan_peer(self.mac(family), subnet(family, self.n), self.public(family), self.n >= 100)
-        };
-        Family::BOTH.into_iter().flat_map(one).collect()
+        let mut objects = Vec::new();
+        for family in Family::BOTH {
+            let public = self.public(family);
+            objects.extend(plan_peer(
+                self.mac(family),
+                subnet(family, self.n),
+                public,
+                self.n >= 100,
+            ));
+        }
+        objects
     }
 }
 
@@ -250,8 +259,7 @@ impl World {
         let handle = network.handle();
         let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
-        let (peers, foreign) = Default::default();
-        Self { kernel, subnets, handle, task, mtus, peers, foreign }
+        Self { kernel, subnets, handle, task, mtus, peers: Vec::new(), foreign: Default::default() }
     }
 
     /// Sets the MTUs of paths: by a nexthop object of the plan, by one of the engine, and without
@@ -274,12 +282,14 @@ impl World {
     }
 
     fn want(&self) -> ObjectSet {
-        let (mut want, mtus) = (base(1), self.mtus.borrow().clone());
-        let of_path = |object| match object {
-            Object::Route(route) => Route { mtu: mtus.get(&route.dst).copied(), ..route }.into(),
-            object => object,
-        };
-        self.peers.iter().for_each(|peer| want.extend(peer.objects().into_iter().map(of_path)));
+        let mut want = base(1);
+        let mtus = self.mtus.borrow().clone();
+        for mut object in self.peers.iter().flat_map(|peer| peer.objects()) {
+            if let Object::Route(route) = &mut object {
+                route.mtu = mtus.get(&route.dst).copied();
+            }
+            want.insert(object);
+        }
         want.extend(self.foreign.iter().cloned());
         want
     }
@@ -298,8 +308,8 @@ impl World {
             let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
             panic!("{what}: never converged: {changes:#?}\n{:#?}", self.handle.status.borrow());
         }
-        let (mut by_kind, mut told) =
-            (BTreeMap::new(), self.handle.status.borrow().by_kind.clone());
+        let mut by_kind = BTreeMap::new();
+        let mut told = self.handle.status.borrow().by_kind.clone();
         assert_eq!(told.values().sum::<usize>(), self.handle.status.borrow().objects, "{what}");
         let peers = self.peers.iter().flat_map(|peer| peer.objects());
         peers.for_each(|object| *by_kind.entry(object.key().kind()).or_default() += 1);
@@ -323,14 +333,15 @@ impl Drop for World {
 /// objects. Each of these must be used by one route.
 fn without_nexthops(state: &ObjectSet) -> ObjectSet {
     let mut state = state.clone();
-    let ids = |object: &Object| match object {
+    let nexthops = state.iter().filter_map(|object| match object {
         Object::Nexthop(nexthop) if nexthop.id >= 1 << 30 => Some(*nexthop),
         _ => None,
-    };
-    let nexthops: Vec<Nexthop> = state.iter().filter_map(ids).collect();
-    for Nexthop { id, link, gateway, onlink } in nexthops {
-        let by = |object: &&Object| matches!(object, Object::Route(r) if r.via == Via::Nexthop(id));
-        let routes: Vec<Object> = state.iter().filter(by).cloned().collect();
+    });
+    for Nexthop { id, link, gateway, onlink } in nexthops.collect::<Vec<_>>() {
+        let routes = state.iter().filter(
+            |object| matches!(object, Object::Route(route) if route.via == Via::Nexthop(id)),
+        );
+        let routes: Vec<Object> = routes.cloned().collect();
         if let [Object::Route(route)] = routes.as_slice() {
             state.remove(&Key::Nexthop(id));
             state.insert(Route { via: Via::Gateway { gateway, link, onlink }, ..*route });
@@ -497,11 +508,13 @@ fn scenarios() -> Vec<(String, Step)> {
                     format!("{key} deleted by another"),
                     Box::new(move |w| w.kernel.foreign_delete(key)),
                 );
-                let (other, name) = (modified(&object), format!("{key} changed by another"));
+                let other = modified(&object);
+                let name = format!("{key} changed by another");
                 add(name, Box::new(move |w| w.kernel.foreign_put(other.clone(), 3)));
             }
         }
-        let (address, len) = (subnet(family, 1).base(), family.bits() - 8);
+        let address = subnet(family, 1).base();
+        let len = family.bits() - 8;
         let wider =
             Box::new(move |w: &mut World| w.kernel.foreign_put(Addr { link, address, len }, 0));
         add(format!("address on {link} with another length"), wider);
@@ -534,7 +547,7 @@ fn of_family(object: &Object, family: Family) -> bool {
     }
 }
 
-/// The same object with another value.
+/// The object with another value.
 fn modified(object: &Object) -> Object {
     let mut object = object.clone();
     match &mut object {
@@ -587,27 +600,35 @@ fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)
     {
         all.push((format!("{operation:?}"), operation, None));
     }
-    let matcher = |(name, operation, is): (String, Operation, Option<Is>)| {
+    let with_matcher = all.into_iter().map(|(name, operation, is)| {
         let fails = move |call: &Call| {
             call.operation == operation && is.is_none_or(|is| call.key.is_some_and(|k| is(&k)))
         };
         (name, fails)
-    };
-    all.into_iter().map(matcher).collect()
+    });
+    with_matcher.collect()
 }
 
-/// Runs the `n`th scenario and every `step`th one after it with each fault. Returns how often each
-/// fault happened, and the number of runs.
-async fn with_every_call_failing_once(n: usize, step: usize) -> (BTreeMap<String, usize>, usize) {
-    // The first call with EEXIST, ENOENT, ENODEV, ENOBUFS, EINTR; and one of those after it.
+struct Faults {
+    /// How often each fault happened.
+    fired: BTreeMap<String, usize>,
+    runs: usize,
+}
+
+/// Runs the `n`th scenario and every `step`th one after it with each fault.
+async fn with_every_call_failing_once(n: usize, step: usize) -> Faults {
+    // The first call fails with EEXIST, ENOENT, ENODEV, ENOBUFS and EINTR, or the second or third
+    // call fails with ENOBUFS.
     const FAULTS: [(usize, i32); 7] =
         [(0, 17), (0, 2), (0, 19), (0, 105), (0, EINTR), (1, 105), (2, 105)];
-    let (mut fired, mut runs) = (BTreeMap::<String, usize>::new(), 0);
+    let mut fired = BTreeMap::<String, usize>::new();
+    let mut runs = 0;
     for (scenario, change) in scenarios().into_iter().skip(n).step_by(step) {
         for (operation, fails) in operations() {
             for (before, errno) in FAULTS {
                 let mut world = settled_world().await;
-                let (fails, calls) = (fails.clone(), AtomicUsize::new(0));
+                let fails = fails.clone();
+                let calls = AtomicUsize::new(0);
                 world.kernel.fail(1, errno, move |call| {
                     fails(call) && calls.fetch_add(1, Ordering::Relaxed) == before
                 });
@@ -622,35 +643,30 @@ async fn with_every_call_failing_once(n: usize, step: usize) -> (BTreeMap<String
             }
         }
     }
-    (fired, runs)
+    Faults { fired, runs }
 }
 
 /// Two threads, because it takes longer than all other tests together.
 #[test]
 fn every_scenario_converges_with_every_call_failing_once() {
-    let half = |n| {
-        let mut runtime = tokio::runtime::Builder::new_current_thread();
-        runtime
-            .enable_all()
-            .start_paused(true)
-            .build()
-            .unwrap()
-            .block_on(with_every_call_failing_once(n, 2))
-    };
     let halves = std::thread::scope(|scope| {
-        [0, 1].map(|n| scope.spawn(move || half(n))).map(|thread| thread.join().unwrap())
+        [0, 1].map(|n| scope.spawn(move || half_of_the_scenarios(n))).map(|it| it.join().unwrap())
     });
-    let fired = |operation: &String| -> usize {
-        halves.iter().filter_map(|(all, _)| all.get(operation)).sum()
-    };
-    let runs: usize = halves.iter().map(|(_, runs)| runs).sum();
+    let runs: usize = halves.iter().map(|faults| faults.runs).sum();
     for (operation, _) in operations() {
+        let fired: usize = halves.iter().filter_map(|faults| faults.fired.get(&operation)).sum();
         // A settled world has a stream of events and its ids. The start has its own test.
         assert!(
-            ["Listen", "NexthopIds"].contains(&operation.as_str()) || fired(&operation) > 0,
+            ["Listen", "NexthopIds"].contains(&operation.as_str()) || fired > 0,
             "the fault {operation} never fired in {runs} runs"
         );
     }
+}
+
+fn half_of_the_scenarios(n: usize) -> Faults {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = runtime.enable_all().start_paused(true).build().unwrap();
+    runtime.block_on(with_every_call_failing_once(n, 2))
 }
 
 /// A step that makes the network do `operation` on an object of this kind and family, and the key
@@ -753,8 +769,9 @@ async fn every_operation_on_every_kind_may_fail_in_every_way() {
                     let lied =
                         matches!((operation, fault), (Operation::Delete, Fault::Once(2 | 19)));
                     world.settled(&what).await;
-                    let again = |call: &&Call| call.operation == operation && call.key == Some(key);
-                    let tries = world.kernel.take_calls().iter().filter(again).count();
+                    let mut calls = world.kernel.take_calls();
+                    calls.retain(|call| call.operation == operation && call.key == Some(key));
+                    let tries = calls.len();
                     assert!(
                         (if lied { 1 } else { 2 }..=12).contains(&tries),
                         "{what}: tried {tries} times"
@@ -900,7 +917,8 @@ async fn changes_of_foreign_objects_cost_nothing() {
 async fn an_idle_network_only_reads_the_kernel_once_in_a_period() {
     for (period, expected) in [(None, 10), (Some(60), 50), (Some(0), 0)] {
         let period = period.map(Duration::from_secs);
-        let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(CONFIG));
+        let kernel = FakeKernel::with_uplink("eth0");
+        let subnets = FakeSubnets::with_config(CONFIG);
         let mut world = World::compared(period, kernel, subnets).await;
         [2, 3, 4].into_iter().for_each(|n| world.put(Peer::new(n)));
         world.settled("start").await;
@@ -1022,7 +1040,7 @@ async fn a_peer_that_changes_while_lookups_fail_keeps_its_path() {
     world.kernel.fail(usize::MAX, 105, |call| call.operation == Operation::Lookup);
     // The public address is the same, the data differ.
     world.put(Peer { mac: 77, ..direct });
-    // There is no earlier answer for a new peer. The lookup is repeated until the kernel answers.
+    // A new peer has no earlier result. The lookup is repeated until it succeeds.
     let new = Peer::new(110);
     world.put(new);
     tokio::time::sleep(Duration::from_secs(5)).await;

@@ -110,7 +110,8 @@ fn count(kernel: &FakeKernel) -> (usize, usize) {
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_moves_costs_one_replacement() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     let mut run = Run::start(&kernel, &subnets).await;
     assert_eq!(count(&kernel), (5, 5));
     assert_eq!(run.status.borrow().objects, 10);
@@ -125,9 +126,11 @@ async fn a_peer_that_moves_costs_one_replacement() {
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_leaves_loses_its_route_first_and_its_id_last() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     let mut run = Run::start(&kernel, &subnets).await;
-    let (id, dst) = (nexthop_of(&kernel, 3).id, route_of(&kernel, 3).dst);
+    let id = nexthop_of(&kernel, 3).id;
+    let dst = route_of(&kernel, 3).dst;
     kernel.take_calls();
     subnets.delete(&key(3));
     run.settled().await;
@@ -141,9 +144,12 @@ async fn a_peer_that_leaves_loses_its_route_first_and_its_id_last() {
 
 #[tokio::test(start_paused = true)]
 async fn a_deleted_nexthop_object_costs_two_objects_and_no_snapshot() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     let mut run = Run::start(&kernel, &subnets).await;
-    let (state, id, dst) = (kernel.state(), nexthop_of(&kernel, 3).id, route_of(&kernel, 3).dst);
+    let state = kernel.state();
+    let id = nexthop_of(&kernel, 3).id;
+    let dst = route_of(&kernel, 3).dst;
     kernel.take_calls();
     kernel.foreign_delete(Key::Nexthop(id));
     assert_eq!(count(&kernel), (4, 4), "the kernel deletes the route with its nexthop object");
@@ -157,14 +163,18 @@ async fn a_deleted_nexthop_object_costs_two_objects_and_no_snapshot() {
 /// Linux walks its whole table when a nexthop object with routes is replaced.
 #[tokio::test(start_paused = true)]
 async fn a_route_uses_the_gateway_while_its_nexthop_object_is_repaired() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     let mut run = Run::start(&kernel, &subnets).await;
-    let (nexthop, route) = (nexthop_of(&kernel, 3), route_of(&kernel, 3));
+    let nexthop = nexthop_of(&kernel, 3);
+    let route = route_of(&kernel, 3);
     let wrong = Nexthop { gateway: [192, 0, 2, 66].into(), ..nexthop };
     let replaced = |key| Call { operation: Operation::Replace, key: Some(key) };
-    let (its, itself) = (replaced(Key::Route(route.dst)), replaced(Key::Nexthop(nexthop.id)));
+    let its = replaced(Key::Route(route.dst));
+    let itself = replaced(Key::Nexthop(nexthop.id));
     for (n, failing) in [None, Some(0), Some(1), Some(2)].into_iter().enumerate() {
-        let (call, applied) = (std::cell::Cell::new(0), run.status.borrow().applied);
+        let call = std::cell::Cell::new(0);
+        let applied = run.status.borrow().applied;
         kernel.take_calls();
         kernel.fail(1, 105, move |found| {
             call.set(call.get() + usize::from(found.operation == Operation::Replace));
@@ -198,7 +208,8 @@ async fn a_route_uses_the_gateway_while_its_nexthop_object_is_repaired() {
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_leaves_during_that_repair_leaves_no_object() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     let mut run = Run::start(&kernel, &subnets).await;
     let nexthop = nexthop_of(&kernel, 3);
     let back = Key::Route(route_of(&kernel, 3).dst);
@@ -219,7 +230,8 @@ async fn a_peer_that_leaves_during_that_repair_leaves_no_object() {
 
 #[tokio::test(start_paused = true)]
 async fn a_restart_changes_no_object() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     Run::start(&kernel, &subnets).await.stop().await;
     let state = kernel.state();
     kernel.take_calls();
@@ -229,10 +241,12 @@ async fn a_restart_changes_no_object() {
 
 #[tokio::test(start_paused = true)]
 async fn all_ids_in_the_kernel_are_kept() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     Run::start(&kernel, &subnets).await.stop().await;
     // The objects of two peers are exchanged. This assignment is as good as any other.
-    let (a, b) = (nexthop_of(&kernel, 3), nexthop_of(&kernel, 4));
+    let a = nexthop_of(&kernel, 3);
+    let b = nexthop_of(&kernel, 4);
     kernel.foreign_put(Nexthop { id: b.id, ..a }, flannel_core::kernel::ROUTE_PROTOCOL);
     kernel.foreign_put(Nexthop { id: a.id, ..b }, flannel_core::kernel::ROUTE_PROTOCOL);
     for (n, id) in [(3, b.id), (4, a.id)] {
@@ -247,10 +261,12 @@ async fn all_ids_in_the_kernel_are_kept() {
 
 #[tokio::test(start_paused = true)]
 async fn the_id_of_a_stale_route_is_reserved_until_its_deletion() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     Run::start(&kernel, &subnets).await.stop().await;
     // The stale route has the preferred id of peer 3.
-    let (own, stale) = (nexthop_of(&kernel, 3), "10.1.99.0/24".parse().unwrap());
+    let own = nexthop_of(&kernel, 3);
+    let stale = "10.1.99.0/24".parse().unwrap();
     kernel.foreign_delete(Key::Nexthop(own.id));
     kernel.foreign_put(own, flannel_core::kernel::ROUTE_PROTOCOL);
     let route = Route { dst: stale, via: Via::Nexthop(own.id), mtu: None };
@@ -266,9 +282,11 @@ async fn the_id_of_a_stale_route_is_reserved_until_its_deletion() {
 
 #[tokio::test(start_paused = true)]
 async fn the_id_of_a_later_stale_route_is_reserved_until_its_deletion() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     let mut run = Run::start(&kernel, &subnets).await;
-    let (other, stale) = (nexthop_of(&kernel, 3), "10.1.99.0/24".parse().unwrap());
+    let other = nexthop_of(&kernel, 3);
+    let stale = "10.1.99.0/24".parse().unwrap();
     // Adjacent subnets have adjacent ids: this is the preferred id of peer 20.
     let theirs = Nexthop { id: other.id + 17, ..other };
     kernel.fail(usize::MAX, 105, |call| call.operation == Operation::Delete);
@@ -303,7 +321,8 @@ async fn every_refused_change_is_made_in_the_end() {
     for (errno, times) in [2, 4, 17, 19, 105].into_iter().flat_map(|errno| [(errno, 1), (errno, 6)])
     {
         for (operation, step) in steps {
-            let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+            let kernel = FakeKernel::with_uplink("eth0");
+            let subnets = peers();
             let mut run = Run::start(&kernel, &subnets).await;
             kernel.fail(times, errno, move |call| call.operation == operation);
             step(&subnets);
@@ -325,7 +344,8 @@ async fn every_refused_change_is_made_in_the_end() {
 /// was deleted.
 #[tokio::test(start_paused = true)]
 async fn switching_nexthop_objects_replaces_every_route_in_place() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     kernel.use_nexthops(false);
     Run::start(&kernel, &subnets).await.stop().await;
     assert_eq!(count(&kernel), (0, 5));
@@ -356,7 +376,8 @@ async fn switching_nexthop_objects_replaces_every_route_in_place() {
 /// The present route uses the nexthop object: the kernel would delete it too.
 #[tokio::test(start_paused = true)]
 async fn switching_back_keeps_the_nexthop_object_of_a_refused_route() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     Run::start(&kernel, &subnets).await.stop().await;
     kernel.use_nexthops(false);
     kernel.take_calls();
@@ -374,9 +395,11 @@ async fn switching_back_keeps_the_nexthop_object_of_a_refused_route() {
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_keeps_its_nexthop_object_while_its_new_route_is_refused() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     let mut run = Run::start(&kernel, &subnets).await;
-    let (nexthop, route) = (nexthop_of(&kernel, 3), Key::Route(route_of(&kernel, 3).dst));
+    let nexthop = nexthop_of(&kernel, 3);
+    let route = Key::Route(route_of(&kernel, 3).dst);
     kernel.fail(usize::MAX, 105, move |call| call.key == Some(route));
     subnets.put(&key(3), &NO_GATEWAY.to_string());
     let tried =
@@ -391,7 +414,8 @@ async fn a_peer_keeps_its_nexthop_object_while_its_new_route_is_refused() {
 
 #[tokio::test(start_paused = true)]
 async fn a_refused_route_keeps_no_nexthop_object_of_another_peer() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     let mut run = Run::start(&kernel, &subnets).await;
     let key = Key::Route(route_of(&kernel, 3).dst);
     kernel.fail(usize::MAX, 22, move |call| call.key == Some(key));
@@ -406,7 +430,8 @@ async fn a_refused_route_keeps_no_nexthop_object_of_another_peer() {
 
 #[tokio::test(start_paused = true)]
 async fn a_kernel_without_nexthop_objects_gets_plain_routes() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0").without_nexthops(), peers());
+    let kernel = FakeKernel::with_uplink("eth0").without_nexthops();
+    let subnets = peers();
     Run::start(&kernel, &subnets).await.stop().await;
     assert_eq!(count(&kernel), (0, 5));
 }
@@ -414,7 +439,8 @@ async fn a_kernel_without_nexthop_objects_gets_plain_routes() {
 #[tokio::test(start_paused = true)]
 async fn objects_of_another_network_on_the_same_link_stay() {
     let kernel = FakeKernel::with_uplink("eth0");
-    let (one, other) = (peers(), FakeSubnets::new("10.2.0.0/16"));
+    let one = peers();
+    let other = FakeSubnets::new("10.2.0.0/16");
     (2..9).for_each(|n| other.put(&format!("10.2.{n}.0-24"), &format!("192.0.2.{n}")));
     let first = Run::start(&kernel, &one).await;
     let second = Run::start(&kernel.other(), &other).await;
@@ -432,10 +458,12 @@ async fn objects_of_another_network_on_the_same_link_stay() {
 
 #[tokio::test(start_paused = true)]
 async fn a_kernel_unreadable_from_the_start_gets_no_change() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     kernel.fail(usize::MAX, 11, |call| call.operation == Operation::Snapshot);
     let start = tokio::spawn({
-        let (kernel, subnets) = (kernel.clone(), subnets.clone());
+        let kernel = kernel.clone();
+        let subnets = subnets.clone();
         async move { Run::start(&kernel, &subnets).await.stop().await }
     });
     tokio::time::sleep(std::time::Duration::from_secs(100)).await;
@@ -509,14 +537,17 @@ fn objects_of_a_former_pod_network_are_removed_in_batches() {
 
 #[tokio::test(start_paused = true)]
 async fn ready_for_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     Run::start(&kernel, &subnets).await.stop().await;
     let footprint = Footprint {
         networks: vec!["10.1.0.0/16".parse().unwrap()],
         routes_on: ["eth0".parse().unwrap()].into(),
         ..Footprint::default()
     };
-    let (before, route, nexthop) = (kernel.state(), route_of(&kernel, 3), nexthop_of(&kernel, 3));
+    let before = kernel.state();
+    let route = route_of(&kernel, 3);
+    let nexthop = nexthop_of(&kernel, 3);
     let would = flannel_route::ready_for_go(&kernel, &footprint, true).unwrap();
     assert_eq!((would.done.len(), kernel.state()), (10, before));
     let key = Key::Route(route.dst);
@@ -538,7 +569,8 @@ async fn ready_for_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
 
 #[tokio::test(start_paused = true)]
 async fn a_nexthop_object_with_a_foreign_user_stays() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     Run::start(&kernel, &subnets).await.stop().await;
     let footprint = Footprint {
         networks: vec!["10.1.0.0/16".parse().unwrap()],
@@ -571,7 +603,8 @@ async fn a_nexthop_object_with_a_foreign_user_stays() {
 
 #[test]
 fn a_nexthop_object_on_our_own_device_is_removed_with_it() {
-    let (kernel, link) = (FakeKernel::with_uplink("eth0"), "flannel.1".parse().unwrap());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let link = "flannel.1".parse().unwrap();
     let vxlan = Vxlan {
         vni: 1,
         port: 8472,
@@ -595,7 +628,8 @@ fn a_nexthop_object_on_our_own_device_is_removed_with_it() {
 
 #[tokio::test(start_paused = true)]
 async fn routes_of_our_protocol_are_owned_on_every_device() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     kernel.add_foreign_link("eth9", &[]);
     let mut run = Run::start(&kernel, &subnets).await;
     let before = kernel.state();
@@ -621,7 +655,8 @@ async fn routes_of_our_protocol_are_owned_on_every_device() {
 
 #[tokio::test(start_paused = true)]
 async fn a_route_that_lost_our_protocol_gets_it_back() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     let mut run = Run::start(&kernel, &subnets).await;
     let footprint =
         Footprint { networks: vec!["10.1.0.0/16".parse().unwrap()], ..Footprint::default() };
@@ -646,9 +681,11 @@ async fn a_route_that_lost_our_protocol_gets_it_back() {
 
 #[tokio::test(start_paused = true)]
 async fn desired_objects_are_counted_once_if_the_first_snapshot_fails() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = peers();
     kernel.fail(5, 11, |call| call.operation == Operation::Snapshot);
-    let (other, late) = (kernel.clone(), subnets.clone());
+    let other = kernel.clone();
+    let late = subnets.clone();
     let arrivals = tokio::spawn(async move {
         for n in 50..60 {
             late.put(&key(n), &format!("192.0.2.{n}"));

@@ -56,6 +56,19 @@ enum Fault {
 }
 
 impl Entries {
+    fn start(&mut self, change: &Change) -> Outcome {
+        self.starts += 1;
+        if let Some(fault) = self.faults.pop_front() {
+            return self.fail(change.clone(), fault);
+        }
+        if self.is_quick {
+            self.end(change.clone(), Ok(()));
+        } else if !self.started.contains(change) {
+            self.started.push_back(change.clone());
+        }
+        Outcome::Started
+    }
+
     /// Makes a change that has this fault. Returns its outcome.
     fn fail(&mut self, change: Change, fault: Fault) -> Outcome {
         let failed = Err(KernelError::new(EIO));
@@ -120,26 +133,16 @@ impl RecordKeeper for Notes {
             return Err(KernelError::new(EIO));
         }
         let entries = self.0.lock().unwrap();
-        let is_under_way = |key: &Key| entries.started.iter().any(|c| c.object().key() == *key);
-        let there = entries.records.iter().filter(|(key, _)| !is_under_way(key));
-        Ok(there.map(|(_, record)| record.clone()).collect())
+        let mut ended = entries.records.clone();
+        for change in &entries.started {
+            ended.remove(&change.object().key());
+        }
+        Ok(ended.into_values().collect())
     }
 
     fn apply(&self, changes: &[Change]) -> Vec<Outcome> {
         let mut entries = self.0.lock().unwrap();
-        let apply = |change: &Change| {
-            entries.starts += 1;
-            if let Some(fault) = entries.faults.pop_front() {
-                return entries.fail(change.clone(), fault);
-            }
-            if entries.is_quick {
-                entries.end(change.clone(), Ok(()));
-            } else if !entries.started.contains(change) {
-                entries.started.push_back(change.clone());
-            }
-            Outcome::Started
-        };
-        changes.iter().map(apply).collect()
+        changes.iter().map(|change| entries.start(change)).collect()
     }
 
     fn changes(&self) -> std::result::Result<Box<dyn Changes>, KernelError> {

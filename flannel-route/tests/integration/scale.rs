@@ -48,8 +48,10 @@ fn key(n: u16) -> Subnets {
 
 /// Neighbour, forwarding entry, nexthop and route.
 fn objects(n: u16, public: IpAddr) -> [Object; 4] {
-    let (link, [high, low]) = (tunnel(), n.to_be_bytes());
-    let (gateway, mac) = (subnet(n).base(), MacAddr::local([2, 0, 0, 0, high, low]));
+    let link = tunnel();
+    let [high, low] = n.to_be_bytes();
+    let gateway = subnet(n).base();
+    let mac = MacAddr::local([2, 0, 0, 0, high, low]);
     let id = 1000 + u32::from(n);
     [
         Neigh { link, address: gateway, mac }.into(),
@@ -87,7 +89,7 @@ impl World {
         Self::on(Arc::new(kernel.clone()), kernel, peers).await
     }
 
-    /// The same world right after its start. The network uses the kernel `seen`.
+    /// A world right after its start, whose network uses the kernel `seen`.
     async fn started(seen: Arc<dyn Kernel>, kernel: FakeKernel, peers: u16) -> Self {
         let subnets = FakeSubnets::new(NETWORK);
         let vxlan = Vxlan {
@@ -140,7 +142,7 @@ impl World {
         Self { kernel, subnets, view, handle, plans, task }
     }
 
-    /// The same world, in sync. The network uses the kernel `seen`.
+    /// A world in sync, whose network uses the kernel `seen`.
     async fn on(seen: Arc<dyn Kernel>, kernel: FakeKernel, peers: u16) -> Self {
         let world = Self::started(seen, kernel, peers).await;
         world.when(|status| status.in_sync && status.peers == usize::from(peers)).await;
@@ -313,7 +315,8 @@ async fn one_repair_among_thousands_costs_one_object_and_names_its_author() {
     let other = Route { dst: subnet(700), via: Via::Blackhole, mtu: None };
     let foreign_fdb =
         Fdb { link: tunnel(), mac: MacAddr::local([2, 0, 0, 0, 2, 188]), dst: [9, 9, 9, 9].into() };
-    let (mut repairs, mut expected): (u64, BTreeMap<_, u64>) = (0, BTreeMap::new());
+    let mut repairs: u64 = 0;
+    let mut expected: BTreeMap<_, u64> = BTreeMap::new();
     let mut damage = |object: &Object, damage, done: &dyn Fn()| {
         done();
         repairs += if damage == Damage::Deletion && object.key() == nexthop.key() { 2 } else { 1 };
@@ -547,18 +550,27 @@ impl Kernel for Odd {
 
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Outcome> {
         Self::pass(self.apply * u32::try_from(changes.len()).unwrap());
-        let one = |change: &Change| match change {
-            Change::Put(Object::Link(_)) if self.keeps_links => vec![Outcome::Done],
-            change => self.kernel.apply(footprint, std::slice::from_ref(change)),
-        };
-        changes.iter().flat_map(one).collect()
+        let mut outcomes = Vec::new();
+        for change in changes {
+            match change {
+                Change::Put(Object::Link(_)) if self.keeps_links => outcomes.push(Outcome::Done),
+                change => {
+                    let change = std::slice::from_ref(change);
+                    outcomes.append(&mut self.kernel.apply(footprint, change));
+                }
+            }
+        }
+        outcomes
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
         Self::pass(self.lookup);
         let answer = self.kernel.lookup(dst)?;
-        let by_router = |link| RouteAnswer::via(link, Some([203, 0, 113, 1].into()), None);
-        Ok(self.router_on.filter(|_| answer.link.is_none()).map_or(answer, by_router))
+        let router = Some([203, 0, 113, 1].into());
+        Ok(match self.router_on {
+            Some(link) if answer.link.is_none() => RouteAnswer::via(link, router, None),
+            _ => answer,
+        })
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
@@ -657,8 +669,8 @@ async fn new_objects_are_put_before_old_ones_are_deleted() {
                 .map(|(n, _)| n)
                 .collect::<Vec<_>>()
         };
-        let (puts, deletions) =
-            (of(&[Operation::Create, Operation::Replace]), of(&[Operation::Delete]));
+        let puts = of(&[Operation::Create, Operation::Replace]);
+        let deletions = of(&[Operation::Delete]);
         assert!(puts.len() >= new.len() && deletions.len() == 4 && departed(world.kernel.state()));
         assert!(puts.last() < deletions.first(), "{:?} {:?}", puts.last(), deletions.first());
     }
@@ -679,13 +691,15 @@ async fn objects_of_a_deleted_device_are_put_in_order_and_delay_no_lease() {
     world.kernel.delete_link(tunnel().as_str());
     let mut failing = 0;
     world.when(|status| status.repaired > 1_000).await;
-    let (moved, before) = (PEERS, tokio::time::Instant::now());
+    let moved = PEERS;
+    let before = tokio::time::Instant::now();
     world.change(moved, Some(public(PEERS + 1)));
     let [_, fdb, ..] = objects(moved, public(PEERS + 1));
     while world.kernel.state().get(&fdb.key()) != Some(&fdb) {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    let (took, repaired) = (before.elapsed(), world.status().repaired);
+    let took = before.elapsed();
+    let repaired = world.status().repaired;
     assert!(
         took < Duration::from_millis(200) && repaired < 4 * u64::from(PEERS) / 2,
         "{took:?}, {repaired}"
@@ -800,10 +814,12 @@ async fn a_device_that_the_kernel_does_not_change_or_make_is_reported() {
         // The change is tried again, with growing pauses.
         world.kernel.take_calls();
         tokio::time::sleep(Duration::from_secs(300)).await;
-        let (calls, again) = (world.kernel.take_calls(), world.status());
+        let calls = world.kernel.take_calls();
+        let again = world.status();
         let snapshots = count(&calls, Operation::Snapshot);
         assert!((5..50).contains(&snapshots), "{snapshots} times in 5 minutes");
-        let (first, last) = (status.failing.get(&key).unwrap(), again.failing.get(&key).unwrap());
+        let first = status.failing.get(&key).unwrap();
+        let last = again.failing.get(&key).unwrap();
         assert!(last.since == first.since && last.tries > 5, "{last:?}");
     }
 }
@@ -966,7 +982,8 @@ async fn a_refused_object_is_tried_again_before_a_snapshot() {
     world.change(7, Some([203, 0, 113, 2].into()));
     tokio::time::sleep(Duration::from_secs(100)).await;
     let calls = world.kernel.take_calls();
-    let (puts, snapshots) = (count(&calls, Operation::Replace), count(&calls, Operation::Snapshot));
+    let puts = count(&calls, Operation::Replace);
+    let snapshots = count(&calls, Operation::Snapshot);
     assert!(
         (2..=8).contains(&snapshots) && puts > snapshots && puts <= 16,
         "{puts} puts, {snapshots} snapshots"

@@ -60,7 +60,8 @@ impl Backend for Tunnel {
 
 #[tokio::test]
 async fn a_network_waits_for_a_device_that_another_program_makes() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::new("10.1.0.0/16"));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::new("10.1.0.0/16");
     let address: Dual<IpAddr> = [IpAddr::from([192, 0, 2, 1])].into_iter().collect();
     let uplink = ExternalInterface::new("eth0".parse().unwrap(), 1500, address).with_reason("test");
     let host = Host::new(uplink, Arc::new(kernel.clone()), Arc::new(subnets.clone()));

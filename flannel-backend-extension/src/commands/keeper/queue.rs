@@ -50,7 +50,7 @@ pub(super) struct Entry {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Wanted {
     pub(super) change: Change,
-    /// The task to put in place; `None` for a deletion.
+    /// The task to put in place, or `None` for a deletion.
     pub(super) task: Option<Task>,
 }
 
@@ -80,7 +80,7 @@ impl From<String> for Unmade {
 
 impl Wanted {
     /// # Errors
-    /// The object is no task of this keeper.
+    /// The object is not a task of this keeper.
     pub(super) fn new(change: &Change, keeper: &str) -> Result<(Subnet, Self), KernelError> {
         let Object::Record(record) = change.object() else { return Err(KernelError::new(EINVAL)) };
         if record.keeper != keeper {
@@ -145,7 +145,8 @@ impl Queue {
         let place = self.ready.iter().position(may_begin)?;
         let subnet = self.ready.remove(place)?;
         let entry = self.entries.get_mut(&subnet)?;
-        let (wanted, stored) = (entry.wanted.clone()?, entry.stored.clone());
+        let wanted = entry.wanted.clone()?;
+        let stored = entry.stored.clone();
         entry.runs = true;
         let of_peer = wanted.task.as_ref().is_some_and(|task| task.of == Of::Peer);
         let only_removes = of_peer && entry.stores_node();
@@ -166,7 +167,8 @@ impl Queue {
     ) {
         self.running -= 1;
         let Some(entry) = self.entries.get_mut(&subnet) else { return };
-        (entry.runs, entry.stored) = (false, stored);
+        entry.runs = false;
+        entry.stored = stored;
         entry.removals = match &result {
             Err(Unmade::Removal(_)) => {
                 let (count, since) = entry.removals.unwrap_or_else(|| (0, Instant::now()));
@@ -181,7 +183,8 @@ impl Queue {
         }
         let result =
             result.map_err(|(Unmade::Removal(why) | Unmade::Other(why))| KernelError::Other(why));
-        (entry.wanted, entry.last) = (None, Some(result.clone()));
+        entry.wanted = None;
+        entry.last = Some(result.clone());
         if result.is_ok() && entry.stored.is_none() {
             self.entries.remove(&subnet);
         }

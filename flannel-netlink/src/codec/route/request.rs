@@ -88,7 +88,8 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
 /// Limits the last request, a deletion, to a route with this MTU. `None` stands for a route without
 /// an MTU. IPv6 ignores the limit.
 ///
-/// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`, where 0 is no MTU.
+/// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`, where 0 means that the route
+/// has no MTU.
 pub(crate) fn only_with_mtu(requests: &mut Messages, mtu: Option<u16>) {
     requests.nest(Rta::Metrics, |metrics| {
         metrics.u32(RTAX_MTU, mtu.unwrap_or(0).into());

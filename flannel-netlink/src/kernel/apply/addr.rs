@@ -18,8 +18,8 @@ impl Steps for Addr {
     /// be deleted before the put, because the kernel would keep their values: an IPv6 address with
     /// another prefix length, and an IPv4 address that differs only in the scope. In the IPv4 case
     /// a temporary entry, with another prefix length, keeps the routes until the put. An IPv4
-    /// address with a peer is another entry only if the prefix is /32, as that of flannel's
-    /// addresses is (`find_matching_ifa`).
+    /// address with a peer is another entry only if the prefix is /32, as it is for flannel's
+    /// addresses (`find_matching_ifa`).
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
         let there = writer.addrs_on(index)?;
         let is_other = |a: &AddrMessage| {

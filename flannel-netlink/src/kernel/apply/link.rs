@@ -75,7 +75,8 @@ fn can_have_udp_headers(socket: &mut Socket) -> Result<(), KernelError> {
     }
 }
 
-/// The result of a request that passed all checks before that of its attributes.
+/// The result of a request whose attributes are the last thing that the kernel checks. `EINVAL`
+/// means that all other checks succeeded.
 fn refused_as_invalid(result: Result<(), KernelError>) -> Result<(), KernelError> {
     match result {
         Err(error) if error.is(EINVAL) => Ok(()),
@@ -231,7 +232,8 @@ impl Writer<'_> {
             let detail = format!("{} has {} already: remove it", is.name, codec.exclusive());
             return Err(KernelError::explained(EEXIST, detail));
         };
-        let (link, new_name) = (want.name, &is.name);
+        let link = want.name;
+        let new_name = &is.name;
         tracing::warn!(%link, %new_name, "a link was renamed, restoring its name");
         match self.socket.send_one(link::rename(is.index, want.name)) {
             // Kernels before 6.2 refuse to rename a device that is up.
@@ -286,7 +288,7 @@ fn explained(error: KernelError, want: &Link) -> KernelError {
 }
 
 /// The error if the kernel refuses to release a port. `EOPNOTSUPP` means that the driver of the
-/// other device cannot release its ports, as that of Open vSwitch.
+/// other device cannot release its ports. The driver of Open vSwitch cannot.
 fn unreleased(name: LinkName, error: KernelError) -> KernelError {
     let detail = format!(
         "{name} is a port of another device that cannot release it: remove it there with its tool"

@@ -158,7 +158,8 @@ impl Writer<'_> {
         &mut self,
         links: &BTreeMap<u32, LinkName>,
     ) -> Result<(Vec<Route>, Vec<RouteMessage>), KernelError> {
-        let (mut ours, mut foreign) = (Vec::new(), Vec::new());
+        let mut ours = Vec::new();
+        let mut foreign = Vec::new();
         for family in Family::BOTH {
             let all = self.socket.dump(route::everywhere(family), |message| {
                 let found = route::read(message)?;

@@ -104,8 +104,8 @@ impl Writer<'_> {
         }
     }
 
-    /// The protocol that a request to delete an owned route names; 0 is any protocol. The rules are
-    /// those of [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route).
+    /// The protocol that a request to delete an owned route names. 0 means any protocol. It follows
+    /// the rules of [`Footprint::owns_route`](flannel_core::kernel::Footprint::owns_route).
     pub(super) fn protocol(&self, route: &Route) -> u8 {
         match route.via {
             Via::Gateway { link, .. } | Via::Link(link) if self.footprint.links.contains(&link) => {

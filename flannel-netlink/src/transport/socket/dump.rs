@@ -79,7 +79,9 @@ impl Socket {
         let sequence = self.sequence;
         self.sequence = sequence.wrapping_add(1);
         self.socket.send(request.ready(0..1, sequence, NlmF::DUMP), Msg::empty())?;
-        let (mut all, mut changed, mut end) = (Vec::new(), false, Ok(()));
+        let mut all = Vec::new();
+        let mut changed = false;
+        let mut end = Ok(());
         self.receive_table(|message| {
             if message.sequence != sequence {
                 return false;
@@ -108,7 +110,8 @@ impl Socket {
                 return Ok(());
             }
         }
-        let (socket, reader) = (&self.socket, &mut take);
+        let socket = &self.socket;
+        let reader = &mut take;
         let taken: Result<bool, KernelError> = std::thread::scope(|scope| {
             let (received, parts) = sync_channel::<Vec<u8>>(WAITING_PARTS);
             let reader =
@@ -150,7 +153,9 @@ impl Socket {
 /// Receives whole datagrams until [`PART`] bytes have no room for another one. Returns them, and
 /// the error if receiving ended early.
 fn receive_part(socket: &NlSocket) -> (Vec<u8>, Result<(), KernelError>) {
-    let (mut part, mut len, mut end) = (vec![0; PART], 0, Ok(()));
+    let mut part = vec![0; PART];
+    let mut len = 0;
+    let mut end = Ok(());
     while PART - len >= RECEIVE_BUFFER && end.is_ok() {
         match receive_from(socket, &mut part[len..]) {
             // Messages begin at multiples of four.

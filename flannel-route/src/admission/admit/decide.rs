@@ -2,32 +2,40 @@
 
 use std::net::IpAddr;
 
-use super::{Admission, Changed, Delta, Update};
+use super::{Admission, Changed, Delta, NewPeer, Update};
 use crate::admission::incumbents::Incumbents;
-use crate::admission::peer_index::{Expanded, Id, Peer, Sharing};
-use crate::admission::winners::{Clash, Winners};
-use flannel_core::Lease;
+use crate::admission::peer_index::{Expanded, PeerEntry, PeerId, Sharing};
+use crate::admission::winners::{Clash, ClashReason, Winners};
 use flannel_core::error::holder;
-use flannel_core::lease::{LeaseAttrs, Revision};
-use flannel_core::object::{Key, Object};
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::object::Key;
 use flannel_core::status::Rejection;
+use flannel_core::{Lease, Subnets};
+
+/// A new peer that clashes with an accepted peer.
+struct LatePeer {
+    id: PeerId,
+    /// The accepted peer, which is earlier.
+    earlier: PeerId,
+}
 
 impl Admission {
     /// Decides on the peers that are new or dirty, and on all peers that these can affect.
     pub(super) fn finish(&mut self, mut update: Update) -> Changed {
-        let (mut alone, mut late) = (Vec::new(), Vec::new());
+        let mut alone = Vec::new();
+        let mut late = Vec::new();
         let mut incumbents = Incumbents::default();
-        for (id, sharing) in std::mem::take(&mut update.added) {
-            // A peer that is rejected in any case affects no other.
+        for NewPeer { id, sharing } in std::mem::take(&mut update.added) {
+            // A peer that is rejected in any case affects no other peer.
             let is_rejected = self.index.peer(id).is_some_and(|peer| peer.rejected().is_some());
-            // A later new peer may define one of its objects too. Then that peer shares it, and
+            // A later new peer may define one of the objects too. Then that peer shares it, and
             // this one is its neighbour.
             if is_rejected || (sharing == Sharing::Alone && !self.index.overlaps(id)) {
                 alone.push(id);
             } else if sharing < Sharing::Displaces
                 && let Some(earlier) = self.earlier(id, &mut incumbents)
             {
-                late.push((id, earlier));
+                late.push(LatePeer { id, earlier });
             } else {
                 update.dirty.insert(id);
                 self.touch_all(id, &mut update);
@@ -37,38 +45,46 @@ impl Admission {
         alone.retain(|id| !update.dirty.contains(id));
         let added = self.decide_alone(alone, &mut update);
         self.decide_contested(contested);
-        for (id, earlier) in late.into_iter().filter(|(id, _)| !update.dirty.contains(id)) {
+        late.retain(|late| !update.dirty.contains(&late.id));
+        for LatePeer { id, earlier } in late {
             let mut winners = Winners::default();
-            self.index.peer(earlier).into_iter().for_each(|peer| winners.add(earlier, peer));
+            if let Some(peer) = self.index.peer(earlier) {
+                winners.add(earlier, peer);
+            }
             self.decide(id, &winners);
         }
         self.index.vacate(std::mem::take(&mut update.vacated));
-        let delta = |(key, before)| {
+        let mut deltas = Vec::new();
+        for (key, before) in update.touched {
             let after = self.object(&key);
-            (before != after).then_some(Delta { key, before, after })
-        };
-        let deltas = update.touched.into_iter().filter_map(delta).collect();
+            if before != after {
+                deltas.push(Delta { key, before, after });
+            }
+        }
         Changed { deltas, added }
     }
 
-    /// An accepted peer that clashes with a new one and is earlier. While it stays accepted, the
-    /// new one is rejected, and changes nothing.
-    fn earlier(&self, id: Id, incumbents: &mut Incumbents) -> Option<Id> {
+    /// An accepted peer that clashes with a new peer and is earlier. While it stays accepted, the
+    /// new peer is rejected and changes nothing.
+    fn earlier(&self, id: PeerId, incumbents: &mut Incumbents) -> Option<PeerId> {
         let peer = self.index.peer(id)?;
         let precedence = peer.lease.precedence();
-        let is_earlier = |peer: &Peer| peer.accepted && peer.lease.precedence() < precedence;
-        let is_earlier = |rival: &Id| self.index.peer(*rival).is_some_and(is_earlier);
-        // Of many peers with one subnet, only the accepted one is the first that defines its route.
-        let mut first = self.index.first_definers(peer);
-        first
+        let is_earlier = |id: &PeerId| {
+            let other = self.index.peer(*id);
+            other.is_some_and(|other| other.accepted && other.lease.precedence() < precedence)
+        };
+        // Of many peers with one subnet, only the accepted one is the first definer of its route.
+        let mut definers = self.index.contradicting_definers(peer);
+        definers
             .find(is_earlier)
             .or_else(|| incumbents.rivals(&self.index, peer).into_iter().find(is_earlier))
     }
 
     /// The dirty peers, and all peers that clash with one of these.
-    fn contested(&self, update: &mut Update) -> Vec<Id> {
-        let (mut contested, mut expanded) = (Vec::new(), Expanded::default());
-        let mut open: Vec<Id> = update.dirty.iter().copied().collect();
+    fn contested(&self, update: &mut Update) -> Vec<PeerId> {
+        let mut contested = Vec::new();
+        let mut expanded = Expanded::default();
+        let mut open: Vec<PeerId> = update.dirty.iter().copied().collect();
         while let Some(id) = open.pop() {
             contested.push(id);
             for other in self.index.neighbours(id, &mut expanded) {
@@ -83,12 +99,9 @@ impl Admission {
 
     /// Decides on new peers without neighbours. Returns the accepted ones whose objects no other
     /// peer defined before the update.
-    fn decide_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
+    fn decide_alone(&mut self, mut alone: Vec<PeerId>, update: &mut Update) -> Vec<PeerId> {
         alone.retain(|id| {
-            let is_touched = |object: &Object| update.touched.contains_key(&object.key());
-            let mut objects =
-                self.index.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
-            let touched = !update.touched.is_empty() && objects.any(is_touched);
+            let touched = self.defines_touched(*id, update);
             if touched {
                 self.touch_all(*id, update);
             }
@@ -97,12 +110,18 @@ impl Admission {
         alone
     }
 
-    fn decide_contested(&mut self, mut contested: Vec<Id>) {
-        contested.sort_by_cached_key(|id| {
-            self.index
-                .peer(*id)
-                .map_or((Revision(0), String::new()), |peer| peer.lease.precedence())
-        });
+    /// Whether a peer defines an object that the update may change.
+    fn defines_touched(&self, id: PeerId, update: &Update) -> bool {
+        // Mostly nothing is touched. Then the objects need not be read.
+        !update.touched.is_empty()
+            && self.index.peer(id).is_some_and(|peer| {
+                peer.objects.iter().any(|object| update.touched.contains_key(&object.key()))
+            })
+    }
+
+    /// Decides on the peers that clash with others, the earliest first.
+    fn decide_contested(&mut self, mut contested: Vec<PeerId>) {
+        contested.sort_by_cached_key(|id| self.index.peer(*id).map(|peer| peer.lease.precedence()));
         let mut winners = Winners::default();
         for id in contested {
             if self.decide(id, &winners)
@@ -113,13 +132,13 @@ impl Admission {
         }
     }
 
-    /// Decides whether to accept a peer, given the accepted ones among its neighbours.
-    fn decide(&mut self, id: Id, winners: &Winners) -> bool {
+    /// Decides whether to accept a peer. `winners` are the accepted ones among its neighbours.
+    fn decide(&mut self, id: PeerId, winners: &Winners) -> bool {
         let Some(peer) = self.index.peer(id) else { return false };
         let subnets = peer.lease.subnets;
-        let verdict = peer.rejected().cloned().or_else(|| self.clash(peer, winners));
-        let accepted = verdict.is_none();
-        match verdict {
+        let rejection = peer.rejected().cloned().or_else(|| self.clash(peer, winners));
+        let accepted = rejection.is_none();
+        match rejection {
             Some(why) => drop(self.rejected.insert(subnets, why)),
             None => drop(self.rejected.remove(&subnets)),
         }
@@ -128,37 +147,37 @@ impl Admission {
     }
 
     /// The reason to reject a peer for another one.
-    fn clash(&self, peer: &Peer, winners: &Winners) -> Option<Rejection> {
-        if let Some((key, owner)) = self.not_its_own(peer) {
-            let holder = holder(&owner.lease.attrs);
-            return Some(Rejection::ConflictsWithDerivedEntry {
-                key,
-                owner: owner.lease.subnets,
-                holder,
-            });
+    fn clash(&self, peer: &PeerEntry, winners: &Winners) -> Option<Rejection> {
+        if let Some(rejection) = self.not_its_own(peer) {
+            return Some(rejection);
         }
-        let (other, clash) = winners.clash(peer)?;
-        let other = &self.index.peer(other)?.lease;
-        let (earlier, holder) = (other.subnets, holder(&other.attrs));
-        Some(match clash {
-            Clash::Overlap => Rejection::Overlaps { earlier, holder },
-            Clash::Object(key) => Rejection::Contradicts { key, earlier, holder },
-            Clash::Contains(public) => Rejection::Rejected(format!(
+        let Clash { winner, reason } = winners.clash(peer)?;
+        let winner = &self.index.peer(winner)?.lease;
+        let earlier = winner.subnets;
+        let holder = holder(&winner.attrs);
+        Some(match reason {
+            ClashReason::Overlap => Rejection::Overlaps { earlier, holder },
+            ClashReason::Object(key) => Rejection::Contradicts { key, earlier, holder },
+            ClashReason::Contains(public) => Rejection::Rejected(format!(
                 "it contains {public}, a public address of the earlier lease {earlier} of {holder}"
             )),
-            Clash::Inside(public) => Rejection::Rejected(format!(
+            ClashReason::Inside(public) => Rejection::Rejected(format!(
                 "its public address {public} lies inside the earlier lease {earlier} of {holder}, \
                  whose addresses are for pods"
             )),
         })
     }
 
-    /// An object that a peer defines although it names another peer, and that peer.
-    fn not_its_own(&self, peer: &Peer) -> Option<(Key, &Peer)> {
-        peer.objects.iter().find_map(|object| Some((object.key(), self.index.owner(object)?)))
+    /// The rejection of a peer that defines an object which is named after another peer.
+    fn not_its_own(&self, peer: &PeerEntry) -> Option<Rejection> {
+        peer.objects.iter().find_map(|object| {
+            let owner = &self.index.owner(object)?.lease;
+            let holder = holder(&owner.attrs);
+            Some(Rejection::ConflictsWithDerivedEntry { key: object.key(), owner: owner.subnets, holder })
+        })
     }
 
-    /// The reason to reject a lease, whatever other peers and plans are.
+    /// The reason to reject a lease, even without any other peer and before a plan has run.
     pub(super) fn objection(&self, lease: &Lease) -> Option<Rejection> {
         let public = || publics(&lease.attrs);
         let own = self.rules.own.as_deref();
@@ -193,8 +212,8 @@ impl Admission {
         if own.subnets.overlaps(&lease.subnets) {
             return Some(Rejection::OverlapsOwn(own.subnets));
         }
-        let is_ours = |public: &IpAddr| own.subnets.iter().any(|subnet| subnet.contains(*public));
-        if let Some(public) = public().find(is_ours) {
+        let mut inside = public().filter(|public| contains(&own.subnets, *public));
+        if let Some(public) = inside.next() {
             return rejected(format!(
                 "its public address {public} lies inside this node's own lease {}, whose \
                  addresses are for pods",
@@ -202,11 +221,12 @@ impl Admission {
             ));
         }
         // Hosts may have addresses in a part of the pod network that has no leases. Then this node
-        // has one too.
+        // has such an address too.
         let networks = self.rules.networks;
-        for network in
-            networks.values().filter(|network| !ours().any(|ours| network.contains(ours)))
-        {
+        for network in networks.values() {
+            if ours().any(|ours| network.contains(ours)) {
+                continue;
+            }
             if let Some(public) = public().find(|public| network.contains(*public)) {
                 return rejected(format!(
                     "its public address {public} lies inside the pod network {network}"
@@ -216,11 +236,12 @@ impl Admission {
         None
     }
 
-    /// The public addresses that could be inside another lease.
+    /// The public addresses inside the pod networks: only they can be inside another lease.
     pub(super) fn hosts(&self, lease: &Lease) -> Box<[IpAddr]> {
-        let is_inside =
-            |public: &IpAddr| self.rules.networks.values().any(|network| network.contains(*public));
-        publics(&lease.attrs).filter(is_inside).collect()
+        let networks = &self.rules.networks;
+        publics(&lease.attrs)
+            .filter(|public| networks.values().any(|network| network.contains(*public)))
+            .collect()
     }
 
     /// Remembers the present definition of an object, before anything changes it.
@@ -228,7 +249,8 @@ impl Admission {
         update.touched.entry(key).or_insert_with(|| self.object(&key));
     }
 
-    pub(super) fn touch_all(&self, id: Id, update: &mut Update) {
+    /// Remembers the present definitions of all objects of a peer.
+    pub(super) fn touch_all(&self, id: PeerId, update: &mut Update) {
         let Some(peer) = self.index.peer(id) else { return };
         for object in peer.objects.iter() {
             self.touch(object.key(), update);
@@ -236,12 +258,18 @@ impl Admission {
     }
 }
 
-/// The public addresses of all offers: nodes may choose other offers, but must decide alike.
+/// The public addresses of all offers. Nodes may choose different offers, but must accept the same
+/// leases.
 fn publics(attrs: &LeaseAttrs) -> impl Iterator<Item = IpAddr> {
     attrs.offers().flat_map(|offer| offer.public.values().copied())
 }
 
-/// Whether it can be the address of a host.
+/// Whether one of the subnets contains an address.
+fn contains(subnets: &Subnets, address: IpAddr) -> bool {
+    subnets.iter().any(|subnet| subnet.contains(address))
+}
+
+/// Whether an address can be the address of a host.
 fn is_host(address: IpAddr) -> bool {
     let special = match address {
         IpAddr::V4(v4) => v4.is_broadcast(),

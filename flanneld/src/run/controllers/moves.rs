@@ -15,7 +15,7 @@ use flannel_core::lease::View;
 use flannel_core::status::Status;
 use flannel_core::{Lease, Subnets};
 use flannel_netlink::NetlinkKernel;
-use flannel_route::moving::{Blockers, NodeBackends, Seen, Step, Tunnels, Wait};
+use flannel_route::moving::{AwaitedEvent, Blockers, NodeBackends, Seen, Step, Tunnels};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
@@ -66,7 +66,7 @@ impl MoveController<'_> {
                 Err(wait) => wait,
             };
             let mut is_silent = false;
-            let text = if *wait == Wait::Silence {
+            let text = if *wait == AwaitedEvent::Silence {
                 let heard = silence.look().await;
                 is_silent = heard.is_over;
                 heard.waits_for
@@ -79,7 +79,7 @@ impl MoveController<'_> {
             if is_silent {
                 return self.end(target);
             }
-            self.wait_for_news(*wait == Wait::Silence).await;
+            self.wait_for_news(*wait == AwaitedEvent::Silence).await;
         }
     }
 
@@ -115,7 +115,13 @@ impl MoveController<'_> {
     }
 
     /// Logs another kind of event that this node waits for.
-    fn log(&self, target: &str, wait: &Wait, text: &str, logged: &mut Option<Discriminant<Wait>>) {
+    fn log(
+        &self,
+        target: &str,
+        wait: &AwaitedEvent,
+        text: &str,
+        logged: &mut Option<Discriminant<AwaitedEvent>>,
+    ) {
         let kind = discriminant(wait);
         if logged.replace(kind) != Some(kind) {
             let offers = lease_types(self.backends.order.offered()).join(", ");
@@ -158,16 +164,18 @@ impl MoveController<'_> {
 }
 
 /// The event that a node waits for, as a noun.
-fn describe(wait: &Wait, target: &str) -> String {
+fn describe(wait: &AwaitedEvent, target: &str) -> String {
     match wait {
-        Wait::Devices => format!("the devices of {target} in this node's kernel"),
-        Wait::Store => "the store to show this node's lease as it was published".to_owned(),
-        Wait::Offers(blockers) => format!("offers of {target} by {}", names(blockers)),
-        Wait::Preference(blockers) => {
+        AwaitedEvent::Devices => format!("the devices of {target} in this node's kernel"),
+        AwaitedEvent::Store => "the store to show this node's lease as it was published".to_owned(),
+        AwaitedEvent::Offers(blockers) => format!("offers of {target} by {}", names(blockers)),
+        AwaitedEvent::Preference(blockers) => {
             format!("the leases of {} to list {target} first", names(blockers))
         }
-        Wait::Handshakes(blockers) => format!("handshakes of {target} with {}", names(blockers)),
-        Wait::Withdrawal(blockers) => {
+        AwaitedEvent::Handshakes(blockers) => {
+            format!("handshakes of {target} with {}", names(blockers))
+        }
+        AwaitedEvent::Withdrawal(blockers) => {
             format!("the leases of {} to no longer offer the old backends", names(blockers))
         }
         _ => String::new(),

@@ -1,11 +1,12 @@
-//! The listener: a thread that reads the kernel's events, and the events that wait for a round.
+//! The event listener: a thread that reads the kernel's events, and the events that wait for a
+//! round.
 //!
 //! Reading may block. For example, a stream asks the kernel for the name of a device, and the
 //! kernel answers after another program has released the lock of all devices. The runtime must go
-//! on meanwhile: the daemon renews its lease on it, and answers health checks.
+//! on meanwhile, because the daemon renews its lease and answers health checks there.
 //!
-//! The events wait in a bounded queue ([`PendingEvents`]). Too many become an invalidation of
-//! everything.
+//! The events wait in a bounded queue ([`PendingEvents`]). If there are too many, they become an
+//! invalidation of everything.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
@@ -23,15 +24,15 @@ use crate::pending_events::PendingEvents;
 /// The time between two reads during a round. No event is handled before the end of the round, and
 /// the kernel is faster if messages do not wake a listener.
 const PAUSE: Duration = Duration::from_millis(4);
-/// At the end of a round no more events than this are read before the next round begins.
+/// The largest number of events that are read at the end of a round.
 const MOST_AT_ONCE: usize = 1 << 16;
 
 /// The events of the kernel.
 #[derive(Default)]
-pub(crate) struct Listener {
+pub(crate) struct EventListener {
     events: Arc<Events>,
-    /// Asks the thread to read all events. `None` if no stream was opened yet. The thread ends when
-    /// this is dropped.
+    /// Asks the thread to read all events, or `None` if no stream was opened yet. The thread ends
+    /// when this is dropped.
     requests: Mutex<Option<UnboundedSender<ReadAll>>>,
 }
 
@@ -39,9 +40,9 @@ pub(crate) struct Listener {
 #[derive(Default)]
 struct Events {
     state: Mutex<State>,
-    /// Notified when an event waits.
+    /// Notified when an event has arrived.
     arrived: Notify,
-    /// A round is under way.
+    /// Whether a round is under way.
     in_round: AtomicBool,
 }
 
@@ -51,25 +52,26 @@ struct State {
     stream: Stream,
 }
 
+/// The state of the stream of events.
 #[derive(Debug, Clone, Default)]
 enum Stream {
-    /// It was not opened yet.
+    /// The stream was not opened yet.
     #[default]
     Unopened,
     Open,
-    /// It is broken, or could not be opened.
+    /// The stream is broken, or could not be opened.
     Broken(KernelError),
 }
 
 /// A request to read all events that the kernel has sent so far, with the place for the answer.
 struct ReadAll(mpsc::SyncSender<()>);
 
-impl Listener {
+impl EventListener {
     pub(crate) fn is_open(&self) -> bool {
         matches!(self.state().stream, Stream::Open)
     }
 
-    /// Why there is no stream; `None` if there is one, or none was opened yet.
+    /// Why there is no stream, or `None` if there is one or if none was opened yet.
     pub(crate) fn error(&self) -> Option<KernelError> {
         match &self.state().stream {
             Stream::Broken(error) => Some(error.clone()),
@@ -77,14 +79,16 @@ impl Listener {
         }
     }
 
-    /// Reads this stream on a thread of its own from now on. An error is kept.
+    /// Reads this stream on a thread of its own from now on. If it could not be opened or the
+    /// thread cannot be started, [`EventListener::error`] returns the reason.
     pub(crate) fn open(&self, stream: Result<Box<dyn Changes>, KernelError>) {
         let (sender, requests) = unbounded_channel();
         let opened = stream.and_then(|stream| {
             self.state().stream = Stream::Open;
             let reader = Reader { events: Arc::clone(&self.events), error: None };
-            let listen = move || reader.run(stream, requests);
-            thread::Builder::new().name("kernel-events".to_owned()).spawn(listen)?;
+            thread::Builder::new()
+                .name("kernel-events".to_owned())
+                .spawn(move || reader.run(stream, requests))?;
             Ok(())
         });
         if let Err(error) = opened {
@@ -93,7 +97,7 @@ impl Listener {
         *lock(&self.requests) = Some(sender);
     }
 
-    /// Waits until an event has arrived. May return without one.
+    /// Waits until an event has arrived. May also return without an event.
     pub(crate) async fn heard(&self) {
         self.events.arrived.notified().await;
     }
@@ -108,15 +112,15 @@ impl Listener {
         self.state().pending.push(Invalidation::Everything);
     }
 
-    /// Takes the events that wait, at the begin of a round.
+    /// Takes the events that wait. For the begin of a round.
     pub(crate) fn begin_round(&self) -> Vec<Invalidation> {
         self.events.in_round.store(true, Ordering::Relaxed);
         self.state().pending.take()
     }
 
-    /// Reads all events that the kernel has sent so far, at the end of a round. Events without an
-    /// author may report our own changes. If they were taken in after new leases, they would look
-    /// like damage. Blocks until the thread has read them.
+    /// Waits until the thread has read all events that the kernel has sent so far. For the end of a
+    /// round: events without an author may report our own changes, and would look like damage if
+    /// they were taken in after new leases. Blocks.
     pub(crate) fn end_round(&self) {
         let (done, read) = mpsc::sync_channel(1);
         let requests = lock(&self.requests).clone();
@@ -148,16 +152,17 @@ impl Events {
 /// The reader of a stream. When it is dropped, the stream counts as broken.
 struct Reader {
     events: Arc<Events>,
-    /// Why the stream is broken; `None` if the thread panics.
+    /// Why the stream is broken, or `None` if the thread panics.
     error: Option<KernelError>,
 }
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        let ended = || KernelError::explained(libc::EIO, "the listener has ended");
-        let error = self.error.take().unwrap_or_else(ended);
+        let error = self.error.take();
+        let error =
+            error.unwrap_or_else(|| KernelError::explained(libc::EIO, "the listener has ended"));
         self.events.state().stream = Stream::Broken(error);
-        // The events that it did not report are found by reading.
+        // A snapshot finds the changes whose events were not read.
         self.events.push(Invalidation::Everything);
     }
 }
@@ -167,7 +172,7 @@ impl Reader {
     fn run(mut self, stream: Box<dyn Changes>, requests: UnboundedReceiver<ReadAll>) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let ended = match runtime {
-            // The reader is the only task, so it need not leave time to others.
+            // The reader is the only task, so it does not have to leave time to others.
             Ok(runtime) => runtime.block_on(unconstrained(self.read(stream, requests))),
             Err(error) => Err(error.into()),
         };
@@ -225,7 +230,7 @@ mod tests {
     #[tokio::test]
     async fn events_arrive_and_the_end_of_a_round_waits_for_those_of_the_round() {
         let kernel = FakeKernel::with_uplink("eth0");
-        let listener = Listener::default();
+        let listener = EventListener::default();
         assert!(!listener.is_open() && listener.error().is_none());
         listener.open(kernel.changes());
         listener.end_round();
@@ -242,7 +247,7 @@ mod tests {
     #[tokio::test]
     async fn a_broken_stream_is_reported_once_and_can_be_opened_again() {
         let kernel = FakeKernel::with_uplink("eth0");
-        let listener = Listener::default();
+        let listener = EventListener::default();
         listener.open(kernel.changes());
         listener.end_round();
         kernel.break_listeners();
@@ -272,7 +277,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_stream_that_panics_counts_as_broken() {
-        let listener = Listener::default();
+        let listener = EventListener::default();
         listener.open(Ok(Box::new(Panics)));
         listener.heard().await;
         assert!(!listener.is_open() && listener.error().is_some());
