@@ -40,8 +40,11 @@ impl SubnetFile<'_> {
         };
         let path = network.settings.subnet_file.clone();
         let go_flannel = network.go_flannel.clone();
-        let write = move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file());
-        network.go_flannel.writes.run(write).await?;
+        network
+            .go_flannel
+            .writes
+            .run(move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file()))
+            .await?;
         network.observer.note(|facts| facts.subnet_file = true);
         Ok(())
     }
@@ -55,8 +58,9 @@ impl SubnetFile<'_> {
         if self.network.lapsed {
             return std::future::pending().await;
         }
-        let write = async || self.write().await;
-        let restored = SubnetEnv::restore(&self.network.settings.subnet_file, write).await;
+        let restored =
+            SubnetEnv::restore(&self.network.settings.subnet_file, async || self.write().await)
+                .await;
         let Err(error) = restored;
         error
     }
