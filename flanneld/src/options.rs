@@ -105,8 +105,10 @@ impl Options {
             .map_err(|error| Wrong::Usage(error.to_string()))?;
         options.kube.complete(&env).map_err(usage)?;
         let key_file = &mut options.lease.wireguard_key_file;
-        let of_go = env("WIREGUARD_KEY_FILE").filter(|file| !file.is_empty());
-        *key_file = key_file.take().or(of_go.map(Into::into));
+        if key_file.is_none() {
+            let of_go = env("WIREGUARD_KEY_FILE").filter(|file| !file.is_empty());
+            *key_file = of_go.map(Into::into);
+        }
         #[cfg(feature = "etcd")]
         if options.lease.registry == RegistryUrl::Etcd && !options.kube.kube_subnet_mgr {
             options.lease.etcd.check().map_err(usage)?;

@@ -36,6 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 pub(crate) fn node(peer: Peer) -> (String, Value) {
     let n = peer.0;
     let subnet = peer.subnet(FAMILY).to_string();
+    let conditions = ["MemoryPressure", "DiskPressure", "PIDPressure", "Ready"].map(condition);
     let mut node = json!({
         "metadata": {
             "labels": {
@@ -58,7 +59,7 @@ pub(crate) fn node(peer: Peer) -> (String, Value) {
             "providerID": format!("cloud:///z1/i-{n:016x}"),
         },
         "status": {
-            "conditions": ["MemoryPressure", "DiskPressure", "PIDPressure", "Ready"].map(condition),
+            "conditions": conditions,
             "capacity": { "cpu": "64", "memory": "263000000Ki", "pods": "110" },
             "images": [],
         },
