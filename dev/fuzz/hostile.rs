@@ -116,8 +116,7 @@ pub(crate) fn hostile_lease(text: &str) {
     }
     let Ok(attrs) = LeaseAttrs::from_json(text) else { return };
     assert!(attrs.offers().count() <= MOST_OFFERS);
-    let is_wireguard = |offer: &Offer| offer.kind == "wireguard";
-    let has_key = attrs.offers().any(is_wireguard);
+    let has_key = attrs.offers().any(|offer| offer.kind == "wireguard");
     for (key, since) in [(HOSTILE[0], 0), (HOSTILE[0], 100), (HOSTILE[1], 100)] {
         if since == 0 && has_key {
             continue;

@@ -87,7 +87,7 @@ impl SavedConf {
         let path = self.path();
         self.write(conf, &path).map_err(|error| failed("write", &path, &error))?;
         self.link(&path);
-        // So that the new names are durable too.
+        // The directory is synced, so that the new names are durable too.
         match File::open(&self.dir).and_then(|dir| dir.sync_all()) {
             // Some file systems cannot sync a directory.
             Err(error) if error.kind() == ErrorKind::InvalidInput => Ok(()),

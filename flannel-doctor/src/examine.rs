@@ -73,9 +73,10 @@ pub struct FamilyReport {
     pub tunnel: Option<AddressReport>,
     /// Echoes to its public address.
     pub public: Option<AddressReport>,
-    /// The report of both ends on TCP segments; `null`: no daemon of ours answers there.
+    /// The report of both ends on TCP segments, or `null` if no daemon of ours answers there.
     pub segments: Option<SegmentsReport>,
-    /// The largest datagram through the tunnel that the daemon acknowledged, in bytes; 0: none.
+    /// The largest datagram through the tunnel that the daemon acknowledged, in bytes, or 0 if
+    /// it acknowledged none.
     #[serde(rename = "noticed")]
     pub acknowledged: u16,
 }
@@ -124,7 +125,7 @@ impl Examination {
 pub struct ProbeOptions {
     /// The maximum number of peers to ask. Those whose state is not `in place` come first.
     pub peers: usize,
-    /// The port of path probes; 0: none are made.
+    /// The port of path probes, or 0 if none are made.
     pub doctor_port: u16,
 }
 

@@ -99,7 +99,7 @@ impl Rendered {
         Self { commands: vec![command.into()], ..Self::default() }
     }
 
-    /// Only words, because there is no command.
+    /// A remedy that no command carries out.
     fn words(text: &str) -> Self {
         Self::default().remark(text)
     }
@@ -331,8 +331,8 @@ pub(crate) fn mount_point(dir: &str) -> String {
 
 /// A text as a single word for the shell. Quoted only if it has special characters.
 pub(crate) fn quoted(text: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-+:,@".contains(c);
-    if !text.is_empty() && text.chars().all(is_plain) {
+    let is_plain = text.chars().all(|c| c.is_ascii_alphanumeric() || "/._-+:,@".contains(c));
+    if !text.is_empty() && is_plain {
         text.to_owned()
     } else {
         format!("'{}'", text.replace('\'', r"'\''"))

@@ -10,9 +10,7 @@ use std::sync::{Arc, Mutex};
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_core::runtime::{blocking, lock};
-use flannel_netlink::netfilter::{
-    Batch, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
-};
+use flannel_netlink::netfilter::{Batch, NetfilterEvents, NetfilterSocket, Refused};
 use flannel_netlink::nftables::{self, Expr, GROUP, Table, batch, generation};
 use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
 
@@ -90,11 +88,8 @@ impl Nft {
 
     /// Waits until another program changes a table of flannel, or messages are lost.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
-        let concerns = |message: &NetfilterMessage<'_>| {
-            TABLES.iter().any(|id| id.table().is_changed_by(message))
-        };
         self.events
-            .changed(concerns)
+            .changed(|message| TABLES.iter().any(|id| id.table().is_changed_by(message)))
             .await
             .map_err(|error| Error::kernel("nftables notifications", error))
     }
@@ -274,16 +269,19 @@ fn count(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Packets<u64>, Er
 
 /// Reads all tables as they are at one moment.
 fn read_tables(socket: &mut NetfilterSocket) -> Result<Vec<FoundTable>, Error> {
-    let about = |error| Error::kernel("nftables", error);
-    nftables::at_one_moment(socket, about, |socket| {
-        let mut tables = Vec::new();
-        for id in TABLES {
-            let content = Content::read(socket, &id)
-                .map_err(|error| Error::kernel(id.table().to_string(), error))?;
-            tables.push(FoundTable { id, content });
-        }
-        Ok(tables)
-    })
+    nftables::at_one_moment(
+        socket,
+        |error| Error::kernel("nftables", error),
+        |socket| {
+            let mut tables = Vec::new();
+            for id in TABLES {
+                let content = Content::read(socket, &id)
+                    .map_err(|error| Error::kernel(id.table().to_string(), error))?;
+                tables.push(FoundTable { id, content });
+            }
+            Ok(tables)
+        },
+    )
 }
 
 /// The chains of flannel that `iptables-nft` has in nf_tables. Only `iptables-nft` may change them.

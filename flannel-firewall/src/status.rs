@@ -40,7 +40,7 @@ pub struct Status {
     /// every five seconds, and packets may leave unencrypted in between. Only in iptables mode.
     pub contested: bool,
     /// The packets that the rules have dropped since the firewall was opened, as of the last check.
-    /// Only in nftables mode. Receivers are not notified if only these numbers change.
+    /// Always 0 in iptables mode. Receivers are not notified if only these numbers change.
     pub dropped: Packets<Dropped>,
 }
 

@@ -155,8 +155,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let theirs = dir.path().join("wgkey");
         let secrets = |place: &str| {
-            let valid = |content: &[u8]| content != b"damaged";
-            FileSecrets::new(&dir.path().join(place)).adopting("key", theirs.clone(), valid)
+            FileSecrets::new(&dir.path().join(place))
+                .adopting("key", theirs.clone(), |content| content != b"damaged")
         };
         let get = async |secrets: &FileSecrets, made: &'static [u8]| {
             let make = || Ok(Secret::new(made));

@@ -27,7 +27,7 @@ use crate::socket_group::SocketGroup;
 /// The size of the buffers of sockets, in bytes.
 const BUFFER: usize = 7 << 20;
 /// The size of a receive buffer, as the kernel counts it, which a million small datagrams a second
-/// fill in more than 4 ms. Those of user namespaces are smaller.
+/// fill in more than 4 ms. Buffers in user namespaces are smaller.
 const PATIENT: usize = 4 << 20;
 /// The longest time for which a packet waits while the buffer of its socket is full.
 const PATIENCE: Duration = Duration::from_millis(500);

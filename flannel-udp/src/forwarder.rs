@@ -341,7 +341,7 @@ impl Forwarder {
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
-        // So that [`Self::resume`] can use it again.
+        // This empties it, so that [`Self::resume`] can use it again.
         let _ = self.stop.read();
     }
 

@@ -429,15 +429,15 @@ mod tests {
     fn a_broken_connection_is_replaced_and_one_connection_watches() {
         let dir = tempfile::tempdir().unwrap();
         let puts = AtomicUsize::new(0);
-        let answer = move |line: &str| {
-            let is_first = || puts.fetch_add(1, Ordering::SeqCst) == 0;
-            match line {
-                _ if line.contains("put") && is_first() => None,
-                _ if line.contains("put") => Some("\"done\""),
-                _ => Some("STATUS"),
-            }
-        };
-        let requests = process(&dir.path().join("socket"), PROGRAM_VERSION, &options(), answer);
+        let requests =
+            process(&dir.path().join("socket"), PROGRAM_VERSION, &options(), move |line| {
+                let is_first = || puts.fetch_add(1, Ordering::SeqCst) == 0;
+                match line {
+                    _ if line.contains("put") && is_first() => None,
+                    _ if line.contains("put") => Some("\"done\""),
+                    _ => Some("STATUS"),
+                }
+            });
         let plane = DataPlane::new(dir.path().to_owned());
         let put = [Request::Put(Peers::new())];
         for _ in 0..3 {
@@ -493,8 +493,9 @@ mod tests {
     #[test]
     fn a_process_that_cannot_be_replaced_is_no_success() {
         let dir = tempfile::tempdir().unwrap();
-        let answer = |line: &str| Some(if line.contains("put") { "\"done\"" } else { "STATUS" });
-        let _requests = process(&dir.path().join("socket"), "0.0.0-old", &options(), answer);
+        let _requests = process(&dir.path().join("socket"), "0.0.0-old", &options(), |line| {
+            Some(if line.contains("put") { "\"done\"" } else { "STATUS" })
+        });
         let plane = without_program(dir.path());
         let requests = [Request::Start(options()), Request::Put(Peers::new())];
         let [Err(error), Ok(None)] = &plane.ask(&requests)[..] else { panic!("it was replaced") };
@@ -508,19 +509,23 @@ mod tests {
         let _requests = process(&socket, PROGRAM_VERSION, &options(), |_| Some("STATUS"));
         let plane = without_program(dir.path());
         let tries = AtomicUsize::new(0);
-        let question = |client: &mut Client| match tries.fetch_add(1, Ordering::SeqCst) {
-            0 | 1 => Err(ErrorKind::UnexpectedEof.into()),
-            _ => client.process(),
-        };
-        assert!(plane.reach(TAKE_OVER, question).is_ok());
+        assert!(
+            plane
+                .reach(TAKE_OVER, |client| match tries.fetch_add(1, Ordering::SeqCst) {
+                    0 | 1 => Err(ErrorKind::UnexpectedEof.into()),
+                    _ => client.process(),
+                })
+                .is_ok()
+        );
     }
 
     #[test]
     fn requests_after_one_that_met_no_process_are_not_done() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("socket");
-        let answer = |line: &str| Some("STATUS").filter(|_| !line.contains("delete"));
-        let _requests = process(&socket, PROGRAM_VERSION, &options(), answer);
+        let _requests = process(&socket, PROGRAM_VERSION, &options(), |line| {
+            Some("STATUS").filter(|_| !line.contains("delete"))
+        });
         let plane = without_program(dir.path());
         assert!(plane.ask(&[Request::Status])[0].is_ok());
         std::fs::remove_file(&socket).unwrap();
@@ -534,13 +539,15 @@ mod tests {
     fn a_request_goes_to_the_process_that_has_taken_over() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("socket");
-        let answer = |line: &str| Some(line).filter(|line| !line.contains("put")).map(|_| "STATUS");
-        let old = process(&socket, PROGRAM_VERSION, &options(), answer);
+        let old = process(&socket, PROGRAM_VERSION, &options(), |line| {
+            Some(line).filter(|line| !line.contains("put")).map(|_| "STATUS")
+        });
         let plane = without_program(dir.path());
         assert!(plane.ask(&[Request::Status])[0].is_ok());
         std::fs::remove_file(&socket).unwrap();
-        let done = |line: &str| Some(if line.contains("put") { "\"done\"" } else { "STATUS" });
-        let new = process(&socket, PROGRAM_VERSION, &options(), done);
+        let new = process(&socket, PROGRAM_VERSION, &options(), |line| {
+            Some(if line.contains("put") { "\"done\"" } else { "STATUS" })
+        });
         assert!(plane.ask(&[Request::Put(Peers::new())])[0].is_ok());
         let lines = |requests: mpsc::Receiver<(usize, String)>| requests.try_iter().count();
         assert!(lines(old) > 0 && lines(new) > 0);

@@ -65,7 +65,7 @@ impl Flow {
             return None;
         }
         let flags = if is_tcp { packet[start + 13] } else { 0 };
-        // Only data. Without a checksum a datagram stays alone.
+        // Only segments that are plain data are joined, and only datagrams with a checksum.
         let is_plain = if is_tcp {
             flags & !PSH == ACK
         } else {
@@ -134,7 +134,8 @@ impl Group {
 
     /// Adds the next packet if it belongs to the group. `first` is the first packet of the group.
     fn take(&mut self, packet: &[u8], ip: &Header, first: &[u8]) -> bool {
-        let (Some(head), Some(next)) = (self.flow, Flow::of(packet, ip)) else { return false };
+        let Some(head) = self.flow else { return false };
+        let Some(next) = Flow::of(packet, ip) else { return false };
         let n = self.packets.len();
         // At most 128.
         let is_next_id = next.id == head.id.wrapping_add(n as u16);
@@ -382,7 +383,7 @@ mod tests {
                 packets.extend(segments(&packet, &vnet(&packet, protocol, 500)));
             }
             if let Some((packet, byte)) = damage {
-                // Not the first bytes, which say where the packet ends.
+                // The first bytes stay, because they say where the packet ends.
                 let packet = packet.get_mut(&mut packets);
                 let at = 8 + byte.index(packet.len() - 8);
                 packet[at] ^= 0x55;

@@ -179,7 +179,8 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
             has_passed = true;
             decrement_ttl(packet, &ip);
             let range = start..start + ip.total;
-            // Only nodes, and not their ports, so that strangers do not fill the memory.
+            // Unknown nodes count by address, not by port, so that strangers do not fill the
+            // memory.
             let node = match peer {
                 Some(peer) => Some(peer.address),
                 None => is_of_node.then(|| SocketAddr::new(from.ip(), 0)),
@@ -196,7 +197,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
     /// the kernel has to segment them here. Returns `false` if the packet is not of this kind.
     fn write_unsegmented(&mut self, range: Range<usize>, ip: &Header, node: SocketAddr) -> bool {
         let packet = &self.buffer[range.clone()];
-        // Only those whose checksum was left too.
+        // Only TCP segments whose checksum was left too are segmented here.
         let Some(place) = partial_checksum(packet, ip).filter(|_| ip.protocol == TCP) else {
             return false;
         };

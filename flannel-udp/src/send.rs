@@ -184,7 +184,8 @@ impl<'a, D: Device, W: Wire> Sender<'a, D, W> {
 
     /// Sends the batch.
     fn send(&mut self) {
-        let (Some(to), Some(first)) = (self.to, self.batch.first()) else { return };
+        let Some(to) = self.to else { return };
+        let Some(first) = self.batch.first() else { return };
         // At most 65,507.
         let size = (self.batch.len() > 1).then_some(first.len() as u16);
         if self.tell_if_too_large(to) {

@@ -240,7 +240,8 @@ impl State {
             if forwarder.options() == options {
                 return Ok(());
             }
-            // Not anew while an address is still missing: the other family works.
+            // The process does not start anew while an address is missing, because the other family
+            // works.
             forwarder.missing(options)?;
         }
         // The new one may need the ports of the old one.
@@ -268,7 +269,7 @@ impl State {
         let mut status = self.status();
         let forwarder = self.forwarder.as_mut().filter(|_| status.options.is_some());
         let fds = forwarder.map(Forwarder::pause).transpose()?.unwrap_or_default();
-        // Not in the file: packets do not wait for a disk.
+        // The counts do not come from the file, because packets do not wait for a disk.
         status.counts = self.saved.counters.read();
         write_line(&mut stream, &Response::Status(Box::new(status)))?;
         next()?;
@@ -437,7 +438,7 @@ impl Server {
         state.forwarder = None;
         let _ = std::fs::remove_file(self.socket.with_file_name(COUNTS));
         let _ = std::fs::remove_file(&self.socket);
-        // Also if nobody waits for the answer.
+        // The process ends also if nobody waits for the answer.
         let _ = write_line(&mut stream, &Response::Done);
         self.ending.end(Ended::Done);
         Ok(())

@@ -55,7 +55,7 @@ pub fn run(socket: &OsString) -> ExitCode {
 /// takes over from it. Of this program's environment, it gets `PATH` and `LD_LIBRARY_PATH` only.
 pub fn command(socket: &Path) -> Command {
     let mut command = if IS_ABLE.load(Ordering::Relaxed) {
-        // Not by its name, because another version may have replaced the file.
+        // The name may lead to another version, which has replaced the file.
         let mut command = flannel_child::command("/proc/self/exe", &[]);
         command.arg0(PROGRAM).arg(ARGUMENT);
         command

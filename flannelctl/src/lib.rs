@@ -64,7 +64,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> Exi
     // A closed stdout is not an error.
     let print = |text: &str| _ = terminal.print(text);
     let args: Vec<OsString> = args.into_iter().collect();
-    // Also if the command line is wrong.
+    // This is known even if the command line is wrong.
     let json = args.iter().any(|arg| arg == "--json");
     let failed = |error: &str, shown: &str, code: u8| {
         if json {

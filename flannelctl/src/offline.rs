@@ -310,8 +310,8 @@ pub(crate) async fn config(global: &Global) -> Result<Config> {
             None => return Err(failure),
         },
     };
-    let wrong = |source| CoreError::Config { location: text.location.clone(), source };
-    Ok(Config::parse(&text.text).map_err(wrong)?)
+    Ok(Config::parse(&text.text)
+        .map_err(|source| CoreError::Config { location: text.location.clone(), source })?)
 }
 
 async fn read_config(global: &Global) -> Result<ConfigText> {

@@ -339,10 +339,9 @@ mod tests {
 
     fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Ctl, OptionsError> {
         let args = std::iter::once("flannelctl").chain(args.iter().copied()).map(OsString::from);
-        let find = |name: &str| {
+        Ctl::parse_from(args, |name| {
             env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value))
-        };
-        Ctl::parse_from(args, find)
+        })
     }
 
     #[test]
@@ -453,7 +452,7 @@ mod tests {
             let all = warnings(wrong);
             assert!(all.len() == 1 && all[0].ends_with(right), "{wrong}: {all:?}");
         }
-        // Those that are most like a variable of flannelctl.
+        // These are the variables that are most like a variable of flannelctl.
         for other in ["CONTROL_GROUP", "KUBECONFIG_FILE", "HEALTHZ_PORT", "IFACE_REGEX", "FORCE"] {
             assert_eq!(warnings(&format!("FLANNELD_{other}")), [""; 0]);
         }

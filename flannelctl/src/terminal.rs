@@ -195,12 +195,14 @@ pub(crate) fn span(seconds: f64) -> String {
 /// A rounded number of bytes: `512 B`, `1.5 KiB`, `3.0 GiB`.
 pub(crate) fn bytes(bytes: u64) -> String {
     // The unit belongs to the rounded number: 1023.96 KiB is 1.0 MiB.
-    let (mut number, mut unit, mut units) =
-        (bytes as f64, "B", ["KiB", "MiB", "GiB", "TiB"].iter());
+    let mut number = bytes as f64;
+    let mut unit = "B";
+    let mut units = ["KiB", "MiB", "GiB", "TiB"].iter();
     while number >= 1023.95
         && let Some(next) = units.next()
     {
-        (number, unit) = (number / 1024.0, *next);
+        number /= 1024.0;
+        unit = *next;
     }
     if unit == "B" { format!("{bytes} B") } else { format!("{number:.1} {unit}") }
 }
@@ -299,8 +301,8 @@ pub(crate) mod tests {
     #[test]
     fn only_styles_and_line_feeds_act_on_a_terminal_and_no_style_on_a_file() {
         use Style::{Bad, Bold, Failed, Good, Plain, Warning};
-        let (bright, plain) =
-            (Terminal { width: 80, colours: true }, Terminal { width: 80, colours: false });
+        let bright = Terminal { width: 80, colours: true };
+        let plain = Terminal { width: 80, colours: false };
         for style in [Plain, Bold, Good, Warning, Bad, Failed] {
             let text = bright.style(style, "x\n");
             assert_eq!(bright.printable(&text), text);

@@ -68,12 +68,13 @@ mod tests {
         let first = tokio::spawn({
             let queue = queue.clone();
             async move {
-                let work = move || {
-                    let _ = began.send(());
-                    busy.recv().unwrap();
-                    older.send("older").unwrap();
-                };
-                queue.run(work).await;
+                queue
+                    .run(move || {
+                        let _ = began.send(());
+                        busy.recv().unwrap();
+                        older.send("older").unwrap();
+                    })
+                    .await;
             }
         });
         begin.await.unwrap();
@@ -95,11 +96,12 @@ mod tests {
         let (disk, busy) = channel::<()>();
         let (began, begin) = tokio::sync::oneshot::channel();
         let writer = tokio::spawn(async move {
-            let work = move || {
-                let _ = began.send(());
-                busy.recv().unwrap();
-            };
-            queue.run(work).await;
+            queue
+                .run(move || {
+                    let _ = began.send(());
+                    busy.recv().unwrap();
+                })
+                .await;
         });
         begin.await.unwrap();
         writer.abort();

@@ -33,8 +33,9 @@ pub struct DaemonConfig {
     pub subnet_file: PathBuf,
     /// The directory of the host's state (`--state-dir`). One daemon at a time uses it.
     pub state_dir: PathBuf,
-    /// The file with the private key of the backend wireguard (`--wireguard-key-file`); `None`: in
-    /// `state_dir`. A key that Go flannel left beside `subnet_file` is copied there.
+    /// The file with the private key of the backend wireguard (`--wireguard-key-file`). With
+    /// `None` it is in `state_dir`. A key that Go flannel left beside `subnet_file` is copied
+    /// there.
     pub wireguard_key_file: Option<PathBuf>,
     /// Drop packets to unused addresses of this host's subnet (`--ip-blackhole-route`).
     pub ip_blackhole_route: bool,
@@ -84,7 +85,7 @@ pub enum NexthopObjects {
     Auto,
     /// Use them, or stop if the kernel has none.
     On,
-    /// Never use them. Plain routes replace those of an earlier run.
+    /// Never use them. Plain routes replace the nexthop objects of an earlier run.
     Off,
 }
 

@@ -45,7 +45,8 @@ impl Servers {
         let health = match config.health {
             None => None,
             Some(address) => {
-                let (ip, port) = (address.ip(), address.port());
+                let ip = address.ip();
+                let port = address.port();
                 let what = format!("--healthz-ip {ip} --healthz-port {port}");
                 let listener = listen(address)
                     .map_err(|error| Error::Listen { what, reason: error.to_string() })?;

@@ -63,7 +63,7 @@ impl Daemon {
     /// ```
     ///
     /// # Errors
-    /// See [`Daemon::run`]. After an error there is no end in order.
+    /// See [`Daemon::run`]. After an error the daemon does not end in order.
     ///
     /// # Cancel safety
     /// See [`Daemon::run`]. An end in order that has begun continues on another thread, and keeps

@@ -272,7 +272,8 @@ mod tests {
                 return text(StatusCode::OK, "x".repeat(1 << 20));
             }
             let says = parameter(request, "says").unwrap_or_default();
-            let (method, path) = (request.method(), request.uri().path());
+            let method = request.method();
+            let path = request.uri().path();
             text(StatusCode::OK, format!("{method} {path} {says}"))
         }
     }
@@ -339,7 +340,7 @@ mod tests {
         let begin = Instant::now();
         assert!(ask("GET /never HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 503 "));
         assert_eq!(begin.elapsed().as_secs(), ANSWER_TIMEOUT.as_secs());
-        // As every answer of the control API, it is JSON.
+        // It is JSON, as every answer of the control API.
         let late = ask("GET /v1/never HTTP/1.1\r\n\r\n").await;
         let body = late.split_once("\r\n\r\n").unwrap().1;
         let body: ErrorReport = serde_json::from_str(body).unwrap();

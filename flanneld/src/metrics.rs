@@ -3,43 +3,36 @@
 //! Names, types and labels are an interface: `names.golden` lists them. No label names a peer, so a
 //! page does not grow with the cluster.
 
+mod network;
 mod page;
 
-use std::collections::BTreeMap;
-use std::time::SystemTime;
-
 use flannel_api::seconds;
-use flannel_core::kernel::{Refused, Traffic};
-use flannel_core::object::{Change, ObjectKind};
-use flannel_core::status::{Damage, Rejection};
-use flannel_core::subnet::{Confirmed, StoreKind};
-use flannel_doctor::checks::host::CHECKS;
-use flannel_doctor::finding::Check;
-use flannel_doctor::inputs::tunnels::Tunnels;
-use flannel_doctor::paths::Paths;
+use flannel_core::status::Damage;
+use flannel_core::subnet::Confirmed;
 use flannel_firewall::Packets;
 
-use crate::observe::{Counters, FirewallRules, NetworkSnapshot, Snapshot};
+use crate::observe::{Counters, Snapshot};
 use crate::report::problems::first_error;
 use crate::report::refused_config;
-use crate::report::subnets_used;
+use network::of_network;
 pub(crate) use page::Format;
 use page::{Page, labels};
-
-/// The kinds of objects that the page always has.
-const KINDS: [ObjectKind; 7] = [
-    ObjectKind::Link,
-    ObjectKind::Addr,
-    ObjectKind::Neigh,
-    ObjectKind::Fdb,
-    ObjectKind::Peer,
-    ObjectKind::Nexthop,
-    ObjectKind::Route,
-];
 
 /// All metrics at one moment.
 pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
     let mut page = Page::default();
+    daemon(&mut page, snapshot);
+    configs(&mut page, snapshot);
+    own_lease(&mut page, snapshot);
+    store(&mut page, snapshot);
+    counters(&mut page, &snapshot.counters);
+    if let Some(network) = &snapshot.network {
+        of_network(&mut page, network, snapshot);
+    }
+    page.encoded(format)
+}
+
+fn daemon(page: &mut Page, snapshot: &Snapshot) {
     let version = labels(&[("version", env!("CARGO_PKG_VERSION"))]);
     page.info("flannel_build_info", "The version of flanneld, as a label", version);
     page.seconds(
@@ -54,6 +47,9 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
         "Networks that were built: 1, and one more for each rebuild",
         snapshot.facts.networks,
     );
+}
+
+fn configs(page: &mut Page, snapshot: &Snapshot) {
     page.flag(
         "flannel_config_waiting",
         "1 if the store holds a network config that is used only after a restart",
@@ -69,34 +65,6 @@ pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
         "1 if this node moves to another backend, and runs several meanwhile",
         snapshot.facts.moving.is_some(),
     );
-    own_lease(&mut page, snapshot);
-    store(&mut page, snapshot);
-    counters(&mut page, &snapshot.counters);
-    if let Some(network) = &snapshot.network {
-        leases(&mut page, network, snapshot.store_kind());
-        kernel(&mut page, network);
-        firewall(&mut page, &network.running.firewall_rules.borrow());
-        if let Some(results) = &network.running.paths {
-            paths(&mut page, results);
-        }
-        if network.running.encrypted.is_some() {
-            tunnels(&mut page, &network.tunnels);
-        }
-        if let Some(packets) = &network.traffic {
-            traffic(&mut page, packets);
-        }
-        if let Some(refused) = network.refused.as_ref().filter(|it| !it.packets.is_empty()) {
-            guard(&mut page, refused);
-        }
-        let count =
-            |check: &Check| snapshot.facts.findings.iter().filter(|f| f.check == *check).count();
-        page.gauges(
-            "flannel_findings",
-            "Findings about this host, by check; they are updated every five minutes",
-            CHECKS.map(|check| (labels(&[("check", check.name())]), count(&check) as u64)),
-        );
-    }
-    page.encoded(format)
 }
 
 fn own_lease(page: &mut Page, snapshot: &Snapshot) {
@@ -113,17 +81,17 @@ fn own_lease(page: &mut Page, snapshot: &Snapshot) {
 
 fn store(page: &mut Page, snapshot: &Snapshot) {
     let Some(store) = &snapshot.store else { return };
-    let age = |at: SystemTime| snapshot.time.duration_since(at).unwrap_or_default().as_secs_f64();
     page.flag(
         "flannel_store_up",
         "1 if the store has answered, and no request has failed since then",
         store.last_error.is_none() && store.confirmed.is_some(),
     );
     if let Some(Confirmed { revision, at }) = store.confirmed {
+        let age = snapshot.time.duration_since(at).unwrap_or_default();
         page.seconds(
             "flannel_store_age_seconds",
             "Time since the last answer of the store",
-            age(at),
+            age.as_secs_f64(),
         );
         page.gauge(
             "flannel_store_revision",
@@ -145,249 +113,6 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
         "flannel_store_skipped_entries",
         "Entries in the store that are no leases",
         store.skipped.len() as u64,
-    );
-}
-
-/// The reasons of rejections that the page always has.
-const REASONS: [&str; 8] = [
-    "outside",
-    "no_enabled_family",
-    "overlaps_own",
-    "overlaps",
-    "contradicts",
-    "contradicts_own",
-    "own_address",
-    "rejected",
-];
-
-/// The label of a rejection.
-fn reason(why: &Rejection) -> &'static str {
-    let [
-        outside,
-        no_family,
-        overlaps_own,
-        overlaps,
-        contradicts,
-        contradicts_own,
-        own_address,
-        rejected,
-    ] = REASONS;
-    match why {
-        Rejection::Outside { .. } => outside,
-        Rejection::NoEnabledFamily => no_family,
-        Rejection::OverlapsOwn { .. } => overlaps_own,
-        Rejection::Overlaps { .. } => overlaps,
-        Rejection::Contradicts { .. } | Rejection::ConflictsWithDerivedEntry { .. } => contradicts,
-        Rejection::ContradictsOwn { .. } => contradicts_own,
-        Rejection::OwnAddress(_) => own_address,
-        Rejection::BadData(_) | Rejection::Rejected(_) => rejected,
-        _ => "other",
-    }
-}
-
-/// Whether the lease conflicts with another lease.
-fn is_conflict(why: &Rejection) -> bool {
-    matches!(
-        why,
-        Rejection::OverlapsOwn(_)
-            | Rejection::Overlaps { .. }
-            | Rejection::Contradicts { .. }
-            | Rejection::ConflictsWithDerivedEntry { .. }
-            | Rejection::ContradictsOwn(_)
-    )
-}
-
-fn leases(page: &mut Page, network: &NetworkSnapshot, store: &StoreKind) {
-    let status = &network.status;
-    page.gauge(
-        "flannel_leases",
-        "Leases in the store, this node's included",
-        network.view.leases.len() as u64,
-    );
-    page.flag(
-        "flannel_leases_live",
-        "1 if the leases come from the store, 0 if they come from the cache",
-        status.live,
-    );
-    page.gauge("flannel_peers", "Other nodes whose leases are accepted", status.peers as u64);
-    let mut reasons: BTreeMap<&str, u64> = REASONS.map(|reason| (reason, 0)).into();
-    let mut conflicts = 0;
-    for why in status.rejected.values() {
-        *reasons.entry(reason(why)).or_default() += 1;
-        conflicts += u64::from(is_conflict(why));
-    }
-    page.gauges(
-        "flannel_rejected_leases",
-        "Leases that are rejected, by reason",
-        reasons.iter().map(|(reason, count)| (labels(&[("reason", reason)]), *count)),
-    );
-    page.gauge("flannel_conflicts", "Leases that conflict with another lease", conflicts);
-    let rooms = subnets_used(network, store);
-    let counts = rooms.iter().flat_map(|room| {
-        let counts = [("total", room.total), ("used", room.used), ("free", room.free)];
-        counts.map(|(state, count)| (labels(&[("family", &room.family), ("state", state)]), count))
-    });
-    page.gauges(
-        "flannel_subnets",
-        "Subnets between SubnetMin and SubnetMax; in Kubernetes, subnets of this node's size",
-        counts,
-    );
-}
-
-fn paths(page: &mut Page, results: &Paths) {
-    let summary = results.summary();
-    page.gauges(
-        "flannel_paths",
-        "Paths to peers, one for each peer and family, by state",
-        summary.states.iter().map(|(state, count)| (labels(&[("state", state.name())]), *count)),
-    );
-    page.gauge("flannel_failing_paths", "Paths to peers that fail", summary.failing);
-    if let Some(oldest) = summary.oldest {
-        page.seconds(
-            "flannel_paths_age_seconds",
-            "Age of the oldest result of a path; absent until each path has a result",
-            oldest,
-        );
-    }
-}
-
-/// The tunnels of one state are counted. If they cannot be read, there are none.
-fn tunnels(page: &mut Page, tunnels: &Tunnels) {
-    let sessions = || tunnels.0.iter().flat_map(|(_, tunnel)| &tunnel.sessions);
-    let mut states = BTreeMap::from(["fresh", "stale", "unanswered", "unused"].map(|s| (s, 0)));
-    for session in sessions() {
-        let state = match session.handshake {
-            Some(_) if session.is_fresh() => "fresh",
-            Some(_) => "stale",
-            None if session.sent > 0 => "unanswered",
-            None => "unused",
-        };
-        *states.entry(state).or_default() += 1;
-    }
-    page.gauges(
-        "flannel_tunnels",
-        "Encrypted tunnels to peers, by the last handshake; unanswered: none, but packets are sent",
-        states.into_iter().map(|(state, count)| (labels(&[("state", state)]), count)),
-    );
-    page.gauge(
-        "flannel_tunnel_received_bytes",
-        "Bytes that encrypted tunnels have received; those of a peer go with it",
-        sessions().map(|session| session.received).sum(),
-    );
-    page.gauge(
-        "flannel_tunnel_sent_bytes",
-        "Bytes that encrypted tunnels have sent; those of a peer go with it",
-        sessions().map(|session| session.sent).sum(),
-    );
-}
-
-/// A backend whose packets the kernel moves has only those that the backend drops, or none.
-fn traffic(page: &mut Page, Traffic { sent, received, dropped, .. }: &Traffic) {
-    if let (Some(sent), Some(received)) = (sent, received) {
-        let both = |sent: u64, received: u64| {
-            let label = |direction| labels(&[("direction", direction)]);
-            [(label("sent"), sent), (label("received"), received)]
-        };
-        page.counters(
-            "flannel_data_plane_packets_total",
-            "Packets that the backend itself moved between nodes",
-            both(sent.packets, received.packets),
-        );
-        page.counters(
-            "flannel_data_plane_bytes_total",
-            "Bytes of these packets, without the headers of datagrams",
-            both(sent.bytes, received.bytes),
-        );
-    }
-    page.counters(
-        "flannel_data_plane_dropped_packets_total",
-        "Packets that the backend itself dropped, by reason",
-        dropped.iter().map(|(reason, count)| (labels(&[("reason", reason)]), *count)),
-    );
-}
-
-/// The packets of a tunnel that a guard drops, and those that it only counts.
-fn guard(page: &mut Page, refused: &Refused) {
-    let packets = |drops: bool| {
-        let count = move |count: u64| if drops == refused.drops { count } else { 0 };
-        let packets = refused.packets.iter();
-        packets.map(move |(reason, all)| (labels(&[("reason", reason)]), count(*all)))
-    };
-    page.counters(
-        "flannel_tunnel_dropped_packets_total",
-        "Packets of the tunnel that the guard dropped, by reason",
-        packets(true),
-    );
-    page.counters(
-        "flannel_tunnel_counted_packets_total",
-        "Packets of the tunnel that the guard would drop, by reason",
-        packets(false),
-    );
-}
-
-/// Without requested rules, all rules are in place.
-fn firewall(page: &mut Page, firewall_rules: &FirewallRules) {
-    let in_place = match firewall_rules {
-        FirewallRules::Unwanted => true,
-        FirewallRules::Pending | FirewallRules::Missing { .. } => false,
-        FirewallRules::Kept(status) => status.borrow().in_place,
-    };
-    page.flag(
-        "flannel_firewall_in_place",
-        "1 if the requested firewall rules are in place",
-        in_place,
-    );
-}
-
-/// The numbers of objects of one kind.
-#[derive(Default)]
-struct Counts {
-    desired: u64,
-    /// Refused by the kernel.
-    failing: u64,
-    /// The desired objects among the failing ones.
-    absent: u64,
-}
-
-fn kernel(page: &mut Page, network: &NetworkSnapshot) {
-    let status = &network.status;
-    page.flag("flannel_in_sync", "1 if the kernel matches the leases", status.in_sync);
-    page.flag(
-        "flannel_kernel_readable",
-        "1 if the kernel can be read and watched",
-        status.kernel_error.is_none(),
-    );
-    let mut counts: BTreeMap<_, _> = KINDS.map(|kind| (kind, Counts::default())).into();
-    for (kind, count) in &status.by_kind {
-        counts.entry(*kind).or_default().desired = *count as u64;
-    }
-    for (key, failure) in status.failing.iter() {
-        let counts = counts.entry(key.kind()).or_default();
-        counts.failing += 1;
-        // An object that cannot be deleted is failing, but it is not desired.
-        counts.absent += u64::from(matches!(failure.change, Change::Put(_)));
-    }
-    let known = status.settled && status.kernel_error.is_none();
-    let states = counts.iter().flat_map(|(kind, counts)| {
-        let failing = counts.absent.min(counts.desired);
-        let others = counts.desired - failing;
-        let (in_place, pending) = if known { (others, 0) } else { (0, others) };
-        let states = [("in place", in_place), ("pending", pending), ("failing", failing)];
-        states.map(|(state, count)| {
-            (labels(&[("object", &kind.to_string()), ("state", state)]), count)
-        })
-    });
-    page.gauges(
-        "flannel_objects",
-        "Desired objects in the kernel, by kind and state; pending: not known to be in place",
-        states,
-    );
-    page.gauges(
-        "flannel_failing_objects",
-        "Objects that the kernel refuses, by kind",
-        counts
-            .iter()
-            .map(|(kind, counts)| (labels(&[("object", &kind.to_string())]), counts.failing)),
     );
 }
 
@@ -448,13 +173,17 @@ fn counters(page: &mut Page, counters: &Counters) {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
     use std::sync::Arc;
-    use std::time::Duration;
+    use std::time::{Duration, SystemTime};
 
-    use flannel_core::kernel::{KernelError, PacketCount};
+    use flannel_core::kernel::{KernelError, PacketCount, Refused, Traffic};
     use flannel_core::lease::Revision;
+    use flannel_core::object::ObjectKind;
     use flannel_core::status::Status;
     use flannel_core::subnet::{LastError, Ownership, StoreFailure, StoreStatus};
+    use flannel_doctor::finding::Check;
+    use flannel_doctor::paths::Paths;
     use flannel_netlink::NetlinkKernel;
     use prometheus_parse::{Scrape, Value};
 
@@ -481,12 +210,9 @@ mod tests {
         let mut snapshot = observer.snapshot();
         drop(guard);
         let dropped = [("no_peer", 4), ("foreign_node", 5)].into();
-        let traffic = Traffic {
-            sent: Some(PacketCount { packets: 7, bytes: 700 }),
-            received: Some(PacketCount { packets: 3, bytes: 300 }),
-            dropped,
-            ..Traffic::default()
-        };
+        let sent = Some(PacketCount { packets: 7, bytes: 700 });
+        let received = Some(PacketCount { packets: 3, bytes: 300 });
+        let traffic = Traffic { sent, received, dropped, ..Traffic::default() };
         snapshot.network.as_mut().unwrap().traffic = Some(traffic);
         let packets = [("stranger", 6), ("foreign_source", 0), ("pod", 2)].into();
         let refused = Refused { drops: true, packets, ..Refused::default() };
@@ -553,7 +279,7 @@ mod tests {
             assert!(text.contains(lines), "{lines}: {text}");
         }
         assert!(text.ends_with("\n# EOF\n"));
-        // The same series in both formats, apart from the bounds of buckets, which are canonical.
+        // Both formats have the same series, apart from the bounds of buckets, which are canonical.
         let series = |format| {
             let text = metrics(&snapshot, format);
             let lines = text.lines().filter(|line| !line.starts_with('#') && !line.contains("le="));
@@ -568,7 +294,10 @@ mod tests {
     #[tokio::test]
     async fn a_prometheus_parser_reads_the_values_of_the_status() {
         let mut status = Status::default();
-        (status.in_sync, status.live, status.peers, status.objects) = (true, true, 3, 11);
+        status.in_sync = true;
+        status.live = true;
+        status.peers = 3;
+        status.objects = 11;
         status.settled = true;
         status.by_kind.insert(ObjectKind::Route, 3);
         status.repairs.insert((ObjectKind::Route, Damage::Deletion), 5);
@@ -578,9 +307,10 @@ mod tests {
         let observer = Observer::default();
         let _guard = observer.running(network(status).await.1);
         observer.note(|facts| facts.subnet_file = true);
-        let finding = |check| flannel_doctor::Finding::warning(check, "text");
         observer.note(|facts| {
-            facts.findings = [Check::Xdp, Check::Xdp, Check::Arp].map(finding).into();
+            facts.findings = [Check::Xdp, Check::Xdp, Check::Arp]
+                .map(|check| flannel_doctor::Finding::warning(check, "text"))
+                .into();
         });
         let mut snapshot = observer.snapshot();
         let until = Some(snapshot.time + Duration::from_secs(3600));
@@ -727,7 +457,8 @@ mod tests {
     async fn every_sample_follows_its_family_and_none_appears_twice() {
         let observer = Observer::default();
         let _guard = observer.running(network(Status::default()).await.1);
-        let (mut family, mut seen) = (String::new(), std::collections::BTreeSet::new());
+        let mut family = String::new();
+        let mut seen = std::collections::BTreeSet::new();
         for line in metrics(&observer.snapshot(), Format::Text).lines() {
             if let Some(rest) = line.strip_prefix("# TYPE ") {
                 family = rest.split(' ').next().unwrap().to_owned();

@@ -105,8 +105,10 @@ impl Options {
             .map_err(|error| Wrong::Usage(error.to_string()))?;
         options.kube.complete(&env).map_err(usage)?;
         let key_file = &mut options.lease.wireguard_key_file;
-        let of_go = || env("WIREGUARD_KEY_FILE").filter(|file| !file.is_empty());
-        *key_file = key_file.take().or_else(|| of_go().map(Into::into));
+        if key_file.is_none() {
+            let of_go = env("WIREGUARD_KEY_FILE").filter(|file| !file.is_empty());
+            *key_file = of_go.map(Into::into);
+        }
         #[cfg(feature = "etcd")]
         if options.lease.registry == RegistryUrl::Etcd && !options.kube.kube_subnet_mgr {
             options.lease.etcd.check().map_err(usage)?;
@@ -127,8 +129,8 @@ impl Options {
         Ok(options)
     }
 
-    /// The flags and variables that were given and change nothing, separated by commas; `None` if
-    /// there are none.
+    /// The flags and variables that were given and change nothing, separated by commas, or `None`
+    /// if each one has an effect.
     pub fn without_effect(&self) -> Option<String> {
         let flag = |id: &&str| match *id {
             variable if variable.starts_with(char::is_uppercase) => variable.to_owned(),
@@ -140,7 +142,7 @@ impl Options {
         (!all.is_empty()).then(|| all.join(", "))
     }
 
-    /// The same as typed values, with these backends.
+    /// The configuration of a daemon that has these options and backends.
     ///
     /// # Errors
     /// [`Error::Options`]: the options of Kubernetes do not fit together.
@@ -190,10 +192,9 @@ mod tests {
 
     fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
         let args = std::iter::once("flanneld").chain(args.iter().copied()).map(OsString::from);
-        let find = |name: &str| {
+        Options::parse_from(args, |name| {
             env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value))
-        };
-        Options::parse_from(args, find)
+        })
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -
             let _ = std::io::stdout().write_all(text.as_bytes());
             ExitCode::SUCCESS
         }
-        // Not through the log, which --log may disable.
+        // The error does not go through the log, which --log may disable.
         Err(error) => {
             // The text about wrong usage has several lines, and nothing from outside.
             let shown = if error.exit_code() == 2 { printable::lines } else { printable::line };
@@ -75,7 +75,7 @@ fn last_words(error: &Error) -> String {
     }
 }
 
-/// Logs the environment variables that are similar to those of options.
+/// Logs the environment variables whose names are similar to the variables of options.
 fn warn_of_misspelt_variables() {
     let command = Options::command();
     let names = std::env::vars_os().map(|(name, _)| name);

@@ -10,8 +10,7 @@ use flannel_api::{
     More, NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport, StatusReport,
     StoreReport, SubnetsReport, TrafficReport, TransportReport, VERSION, by_family, seconds, texts,
 };
-use flannel_core::object::Key;
-use flannel_core::status::{Failure, Status};
+use flannel_core::status::Status;
 use flannel_core::subnet::StoreKind;
 use flannel_doctor::paths::Paths;
 
@@ -101,8 +100,8 @@ pub(crate) fn refused_config(snapshot: &Snapshot) -> Option<RefusedConfig> {
 }
 
 fn failures(status: &Status) -> Vec<FailureReport> {
-    let report = |(key, failure): (&Key, &Failure)| FailureReport::new(key, failure);
-    status.failing.iter().take(MOST).map(report).collect()
+    let listed = status.failing.iter().take(MOST);
+    listed.map(|(key, failure)| FailureReport::new(key, failure)).collect()
 }
 
 /// The number of used subnets of each pod network.
@@ -132,7 +131,7 @@ pub(crate) mod tests {
         snapshot
     }
 
-    /// The size is that of this node's own subnet.
+    /// All subnets have the size of this node's own subnet.
     #[tokio::test]
     async fn subnets_that_kubernetes_assigns_are_counted() {
         let snapshot = snapshot(Status::default()).await;
@@ -162,8 +161,11 @@ pub(crate) mod tests {
     #[tokio::test]
     async fn a_status_report_has_the_network_and_round_trips_through_json() {
         let mut status = Status::default();
-        (status.in_sync, status.settled, status.live) = (true, true, true);
-        (status.peers, status.objects) = (3, 11);
+        status.in_sync = true;
+        status.settled = true;
+        status.live = true;
+        status.peers = 3;
+        status.objects = 11;
         let report = status_report(&snapshot(status).await);
         let again: StatusReport =
             serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
@@ -180,7 +182,8 @@ pub(crate) mod tests {
         // A desired object may not be installed yet.
         for objects in [0, 11] {
             let mut status = Status::default();
-            (status.live, status.objects) = (true, objects);
+            status.live = true;
+            status.objects = objects;
             let report = status_report(&snapshot(status).await);
             assert!(!report.ready);
             let peers = report.network.unwrap().peers.listed;
@@ -240,7 +243,8 @@ pub(crate) mod tests {
     #[tokio::test]
     async fn peers_have_the_state_of_their_tunnels() {
         let mut status = Status::default();
-        (status.settled, status.live) = (true, true);
+        status.settled = true;
+        status.live = true;
         let mut snapshot = snapshot(status).await;
         let of_peers = |snapshot: &Snapshot| -> Vec<_> {
             peers(snapshot).into_iter().map(|peer| peer.tunnels).collect()
@@ -274,7 +278,8 @@ pub(crate) mod tests {
     #[tokio::test]
     async fn peers_are_pending_while_the_kernel_cannot_be_read() {
         let mut status = Status::default();
-        (status.live, status.objects) = (true, 11);
+        status.live = true;
+        status.objects = 11;
         status.kernel_error = Some(flannel_core::kernel::KernelError::explained(105, "x"));
         let report = status_report(&snapshot(status).await).network.unwrap();
         assert!(

@@ -33,7 +33,8 @@ use crate::observe::Observer;
 use crate::store::{self, LeaseOptions, readiness};
 use controllers::leftovers::go_flannel::GoFlannel;
 use network::DaemonContext;
-use start::Starter;
+use start::{Starter, StarterParts};
+use trial::DeviceTrials;
 
 /// Runs the daemon: see [`Daemon::run_until`](crate::Daemon::run_until).
 pub(crate) async fn run<T>(
@@ -102,8 +103,16 @@ async fn run_networks(
     };
     let subnets = store::open(&settings.store, identity, options).await?;
     observer.opened(Arc::clone(&subnets));
-    trial::clear(&kernel).await;
-    let starter = Starter::new(settings, kernel, Arc::clone(&subnets), machine_id(holder), writes);
+    let trials = DeviceTrials::new(Arc::clone(&kernel), writes.another());
+    trials.remove_stale().await;
+    let parts = StarterParts {
+        kernel,
+        subnets: Arc::clone(&subnets),
+        machine_id: machine_id(holder),
+        writes,
+        trials,
+    };
+    let starter = Starter::new(settings, parts);
     tokio::select! {
         ended = follow_store(settings, &*subnets, starter, &go_flannel, observer) => ended,
         never = readiness::publish(&*subnets, observer) => match never {},
@@ -141,7 +150,8 @@ fn open_kernel(settings: &DaemonConfig) -> Result<NetlinkKernel, Error> {
 
 /// Removes what a crashed writer of the subnet file left. Logs a failure, which only costs space.
 fn clean_up(subnet_file: &Path) {
-    if let (Some(dir), name @ Some(_)) = (subnet_file.parent(), subnet_file.file_name())
+    if let Some(dir) = subnet_file.parent()
+        && let name @ Some(_) = subnet_file.file_name()
         && let Err(error) = remove_temporary_files(dir, name)
     {
         tracing::warn!(path = %dir.display(), %error, "temporary files are not removed");

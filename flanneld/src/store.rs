@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::SubnetManager;
-use flannel_subnet::{Assign, AssignedManager, Cache, Identity, LocalManager, Registry, Saved};
+use flannel_subnet::{Assign, AssignedManager, Cache, Identity, LocalManager, Registry};
 
 use crate::config::StoreConfig;
 use crate::error::Error;
@@ -42,8 +42,8 @@ pub(crate) async fn open(
         StoreConfig::Manager(manager) => return Ok(Arc::clone(manager)),
         StoreConfig::Registry(registry) => Arc::clone(registry),
         StoreConfig::Directory(location) => {
-            let known = |saved: Saved| saved.store == location.to_string();
-            let existed = Cache::open(&cache).load().is_ok_and(known);
+            let existed =
+                Cache::open(&cache).load().is_ok_and(|saved| saved.store == location.to_string());
             flannel_options::open_directory(location, existed).await?
         }
         #[cfg(feature = "etcd")]

@@ -1,7 +1,7 @@
-//! Measures the engines. Each is compared with a floor in the same run: a raw writer of the same
-//! objects.
+//! Measures the route engine, the stores and the daemon.
 //!
-//! Machines differ, and other load disturbs a run. So compare ratios, not times.
+//! Most benches compare their figure with a floor: the time of a raw writer of the same objects in
+//! the same run. Machines differ, and other load disturbs a run. So compare ratios, not times.
 
 mod measure;
 mod parts;
@@ -93,7 +93,7 @@ enum Bench {
         #[arg(long, default_value_t = 5000, value_parser = count())]
         peers: u32,
     },
-    /// The backend udp between two pods: its throughput against that of the kernel's vxlan, also
+    /// The backend udp between two pods: its throughput against the kernel's vxlan, also
     /// beside a flood, its memory, its wake-ups, and its return after a kill. The kernel's path is
     /// measured in a guest, which FLANNEL_QEMU names (CONTRIBUTING)
     Udp {
@@ -132,7 +132,7 @@ enum Bench {
         /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
-        /// The program flanneld [default: that of this workspace, built with the profile dist]
+        /// The program flanneld [default: built here with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
@@ -147,7 +147,7 @@ enum Bench {
         /// The duration, in seconds
         #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
         seconds: u64,
-        /// The program flanneld [default: that of this workspace, built with the profile dist]
+        /// The program flanneld [default: built here with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
@@ -160,11 +160,11 @@ enum Bench {
         /// The duration, in seconds
         #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
         seconds: u64,
-        /// The program flanneld [default: that of this workspace, built with the profile dist]
+        /// The program flanneld [default: built here with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
-    /// Ten faults in a cluster of the lab, one after the other: the time of the doctor that names
+    /// Ten faults in a cluster of the lab, one after the other: the time in which the doctor names
     /// each
     Diagnosis {
         /// The address families of pods
@@ -185,11 +185,11 @@ enum Bench {
         /// The address families of pods
         #[arg(long, value_enum, default_value_t = Families::Dual)]
         family: Families,
-        /// The program flanneld [default: that of this workspace, built with the profile dist]
+        /// The program flanneld [default: built here with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
-    /// The time of a daemon with many peers for a status
+    /// The time in which a daemon with many peers answers a request for its status
     Status {
         /// The number of peers
         #[arg(long, default_value_t = 10_000, value_parser = count())]
@@ -200,7 +200,7 @@ enum Bench {
         /// The number of requests
         #[arg(long, default_value_t = 200, value_parser = count())]
         samples: u32,
-        /// The program flanneld [default: that of this workspace, built with the profile dist]
+        /// The program flanneld [default: built here with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
@@ -259,7 +259,7 @@ enum Bench {
         /// The number of nodes
         #[arg(long, default_value_t = 10_000, value_parser = count())]
         nodes: u32,
-        /// The program flanneld [default: that of this workspace, built with the profile dist]
+        /// The program flanneld [default: built here with the profile dist]
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },

@@ -15,8 +15,9 @@ const EAFNOSUPPORT: u32 = 97;
 fn main() {
     let args: Vec<OsString> = std::env::args_os().skip(1).collect();
     let (program, args) = args.split_first().expect("expected a program to run");
-    let is_other = |number: u32| json!({ "index": 0, "type": "dword", "op": "ne", "val": number });
-    let other: Vec<Value> = unit::socket_families().map(is_other).collect();
+    let other: Vec<Value> = unit::socket_families()
+        .map(|number| json!({ "index": 0, "type": "dword", "op": "ne", "val": number }))
+        .collect();
     let socket = json!({ "syscall": "socket", "args": other });
     let forbids = json!({ "errno": EAFNOSUPPORT });
     apply(&compile(&json!("allow"), &forbids, &[socket]).expect("a filter of sockets"));
@@ -25,8 +26,9 @@ fn main() {
     let allow = json!("allow");
     let rules = unit::allowed_calls().into_iter().map(|name| json!({ "syscall": name }));
     // The groups also have the calls of other architectures.
-    let is_known = |rule: &Value| compile(&eperm, &allow, std::slice::from_ref(rule)).is_some();
-    let rules: Vec<Value> = rules.filter(is_known).collect();
+    let rules: Vec<Value> = rules
+        .filter(|rule| compile(&eperm, &allow, std::slice::from_ref(rule)).is_some())
+        .collect();
     apply(&compile(&eperm, &allow, &rules).expect("a filter of known calls"));
     panic!("{}", Command::new(program).args(args).exec());
 }

@@ -52,7 +52,7 @@ const PACE: Pace = Pace { patience: Duration::from_secs(180), gap: Duration::fro
 #[test]
 fn a_cluster_moves_between_all_backends_at_once() {
     in_qemu_for(LIMIT, &MODULES, || {
-        under_traffic((Lab::builder().hosts(2), PACE), WAY[0], |cluster, traffic| {
+        under_traffic(Lab::builder().hosts(2), PACE, WAY[0], |cluster, traffic| {
             for to in &WAY[1..] {
                 at_once(cluster, to);
                 cluster.lab.hosts().iter().for_each(|it| cluster.wait_for_offers(it, &[to]));
@@ -66,7 +66,7 @@ fn a_cluster_moves_between_all_backends_at_once() {
 #[test]
 fn a_cluster_moves_between_all_backends_by_rolling_restarts() {
     in_qemu_for(LIMIT, &MODULES, || {
-        under_traffic((Lab::builder().hosts(2), PACE), WAY[0], |cluster, traffic| {
+        under_traffic(Lab::builder().hosts(2), PACE, WAY[0], |cluster, traffic| {
             for way in WAY.windows(2) {
                 let from = way[0];
                 let to = way[1];

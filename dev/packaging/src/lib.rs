@@ -1,6 +1,6 @@
 //! Reads the Kubernetes manifests of flannel, for the tests that check them.
 //!
-//! Helm renders the chart, nothing here does. `deploy/render-manifests.sh` writes
+//! Only Helm renders the chart. `deploy/render-manifests.sh` writes
 //! `deploy/kube-flannel.yml` and `deploy/rendered/` from it. `tests/integration/chart.rs` checks
 //! these files and the chart as far as it can without helm. `tests/helm.rs` needs helm and is not
 //! part of `cargo test`:

@@ -45,8 +45,10 @@ pub fn vxlan(target: [u8; 6], packet: &[u8]) -> Vec<u8> {
 
 /// The Internet checksum (RFC 1071).
 pub(crate) fn checksum(data: &[u8]) -> u16 {
-    let word = |pair: &[u8]| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
-    let mut sum: u32 = data.chunks(2).map(word).sum();
+    let mut sum: u32 = data
+        .chunks(2)
+        .map(|pair| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0)))
+        .sum();
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }

@@ -20,7 +20,7 @@ pub fn capabilities() -> impl Iterator<Item = String> {
 /// The numbers of the address families of sockets that the unit allows.
 ///
 /// # Panics
-/// The unit has another family than those of flanneld.
+/// The unit has a family that flanneld does not use.
 pub fn socket_families() -> impl Iterator<Item = u32> {
     let names = values("RestrictAddressFamilies").into_iter().flat_map(str::split_whitespace);
     names.map(|name| match name {

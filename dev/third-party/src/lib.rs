@@ -147,7 +147,7 @@ impl Backend for Lane {
         let footprint = self.footprint(config, Some(node.uplink.name))?;
         Ok(Prepared::new(offer, move |lease| {
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, _: &Env<'_>, objects| {
-                plan(lane, device, (subnets, offer), objects)
+                plan(lane, device, subnets, offer, objects)
             });
             blueprint.footprint = footprint;
             blueprint.base = base(link, lease);
@@ -170,7 +170,8 @@ fn base(link: Link, lease: &NodeLease) -> ObjectSet {
 fn plan(
     own: u32,
     link: LinkName,
-    (subnets, offer): (&Subnets, &Offer),
+    subnets: &Subnets,
+    offer: &Offer,
     objects: &mut Vec<Object>,
 ) -> Result<(), Rejection> {
     let Some(IpAddr::V4(public)) = offer.public[Family::V4] else {

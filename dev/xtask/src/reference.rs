@@ -138,8 +138,8 @@ mod tests {
 
     #[test]
     fn every_option_and_verb_has_a_row() {
-        let (options, verbs) =
-            (options(flanneld::Options::command()), verbs(flannelctl::command()));
+        let options = options(flanneld::Options::command());
+        let verbs = verbs(flannelctl::command());
         for flag in ["--etcd-prefix", "--iface", "--healthz-port", "--kube-subnet-mgr"] {
             assert!(options.contains(&format!("| `{flag}")), "{flag}: {options}");
         }

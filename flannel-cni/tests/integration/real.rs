@@ -181,15 +181,17 @@ fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAdd
     let listener = to.run(|| eventually(PATIENCE, bind, || format!("no bind to {local}"))).unwrap();
     let server = std::thread::spawn(move || {
         listener.set_nonblocking(true).unwrap();
-        let accept = || listener.accept().ok();
-        let (mut stream, _) =
-            eventually(PATIENCE, accept, || format!("no client connected to {local}"));
+        let (mut stream, _) = eventually(
+            PATIENCE,
+            || listener.accept().ok(),
+            || format!("no client connected to {local}"),
+        );
         stream.write_all(b"hello").unwrap();
     });
     // A connection that timed out may have been accepted, and the server accepts only one.
     let connect = || TcpStream::connect_timeout(&peer, PATIENCE).ok();
-    let connected = || eventually(PATIENCE, connect, || format!("no connection to {peer}"));
-    let mut stream = from.run(connected).unwrap();
+    let mut stream =
+        from.run(|| eventually(PATIENCE, connect, || format!("no connection to {peer}"))).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     let mut message = String::new();
     stream.read_to_string(&mut message).unwrap();
@@ -273,7 +275,7 @@ fn portmap_behind_flannel_maps_a_port_to_the_pod() {
         });
         let plugins = [node.conf(&json!({})), portmap];
         let result = node.add(&pod, &plugins).unwrap();
-        // portmap 1.1.1 looks for its IPv4 rules among those of IPv6, so only flannel is checked.
+        // portmap 1.1.1 looks for its IPv4 rules among the IPv6 rules, so only flannel is checked.
         node.check(&pod, &plugins[..1], &result).unwrap();
         let hosts = ["192.0.2.1", "2001:db8::1"].map(|address| address.parse::<IpAddr>().unwrap());
         for (family, address) in addresses(&result).0.iter() {
@@ -522,11 +524,14 @@ fn pods_reach_each_other(backend: &str, families: &[Family]) {
     lab.start_daemons().unwrap();
     let mut nodes = Vec::new();
     for host in lab.hosts() {
-        let subnet_env = || {
-            host.check_daemon().unwrap();
-            host.subnet_env().unwrap()
-        };
-        let env = eventually(PATIENCE, subnet_env, || host.log().unwrap());
+        let env = eventually(
+            PATIENCE,
+            || {
+                host.check_daemon().unwrap();
+                host.subnet_env().unwrap()
+            },
+            || host.log().unwrap(),
+        );
         let node = Node::new(host.namespace(), &host.subnet_file());
         let pod = Sandbox::new(&format!("pod-{}", host.number()));
         let delegate = json!({ "delegate": { "isDefaultGateway": true, "ipMasq": false } });

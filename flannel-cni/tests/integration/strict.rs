@@ -359,7 +359,7 @@ fn a_second_add_fails_and_undoes_nothing() {
     host.call("DEL", ETH0, &json!({})).unwrap();
     assert_eq!(host.called()[0].conf, DELEGATE, "the config of the first ADD");
 
-    // The same after an ADD of the Go plugin.
+    // The Go plugin has made the ADD.
     fs::create_dir_all(host.path("attached")).unwrap();
     fs::write(host.path("attached/c1:eth0"), "").unwrap();
     fs::write(host.path("state/c1"), DELEGATE).unwrap();

@@ -177,8 +177,8 @@ mod tests {
             ),
             (
                 |d| {
-                    (d.kernel, d.offloaded) =
-                        (Some([5, 4]), Some(vec!["flannel.1".parse().unwrap()]));
+                    d.kernel = Some([5, 4]);
+                    d.offloaded = Some(vec!["flannel.1".parse().unwrap()]);
                 },
                 "offloads checksums of packets through flannel.1",
                 "ethtool -K flannel.1 tx-checksum-ip-generic off",

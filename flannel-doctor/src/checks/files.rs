@@ -26,7 +26,7 @@ pub struct FileSystem {
     file: PathBuf,
     /// It is mounted read-only.
     read_only: bool,
-    /// Its size in bytes; 0: it tells none, as `ramfs`.
+    /// Its size in bytes, or 0 if it reports none, as `ramfs` does.
     size: u64,
     /// The free space in bytes, with the part that only root may use.
     free: u64,
@@ -139,7 +139,7 @@ mod tests {
             free: LEAST,
             lacks_inodes: false,
         };
-        // Those that tell no size, and a small one.
+        // File systems that report no size, and a small one.
         for (size, free) in [(0, 0), (LEAST, LEAST / 4)] {
             assert_eq!(check(&[FileSystem { size, free, ..healthy("ramfs") }]), []);
         }

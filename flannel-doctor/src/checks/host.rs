@@ -190,51 +190,56 @@ fn rp_filter(facts: &HostFacts) -> Vec<Finding> {
         return Vec::new();
     }
     let strict = facts.rp_filter.iter().filter(|(_, mode)| **mode == 1);
-    let finding = |(device, _): (&LinkName, &u8)| {
-        let example = facts.elsewhere.filter(|_| facts.uplink == Some(*device));
-        let example = example.map(|(to, link)| format!(", as those to {to} do through {link}"));
-        let text = format!(
-            "rp_filter of {device} is strict: the kernel silently drops packets if replies to \
+    strict
+        .map(|(device, _)| {
+            let example = facts.elsewhere.filter(|_| facts.uplink == Some(*device));
+            let example = example.map(|(to, link)| format!(", as those to {to} do through {link}"));
+            let text = format!(
+                "rp_filter of {device} is strict: the kernel silently drops packets if replies to \
              them leave via another device{}",
-            example.unwrap_or_default()
-        );
-        // The kernel uses the larger of the values for the device and for `all`.
-        let repair = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));
-        Finding::warning(Check::RpFilter, text).with_command(repair)
-    };
-    strict.map(finding).collect()
+                example.unwrap_or_default()
+            );
+            // The kernel uses the larger of the values for the device and for `all`.
+            let repair = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));
+            Finding::warning(Check::RpFilter, text).with_command(repair)
+        })
+        .collect()
 }
 
 fn drops(facts: &HostFacts) -> Vec<Finding> {
-    let concerns =
-        |drop: &&ForwardDrop| facts.pod_networks[drop.family].is_some() && !drop.accepts_pods;
-    let finding = |drop: &ForwardDrop| {
-        let family = drop.family;
-        let text = format!(
-            "{drop} drops forwarded {family} packets that none of its own rules accepts, including \
-             those of pods: flannel's rules are in another table, or are off"
-        );
-        let network =
-            facts.pod_networks[family].map(|network| network.to_string()).unwrap_or_default();
-        let word = if family == Family::V4 { "ip" } else { "ip6" };
-        let iptables = match family {
-            Family::V4 => "iptables",
-            Family::V6 => "ip6tables",
-        };
-        let repair = match (drop.legacy, drop.table.as_str()) {
-            (true, _) => format!("{iptables}-legacy -P FORWARD ACCEPT"),
-            (false, "ip filter" | "ip6 filter") if drop.chain == "FORWARD" => {
-                format!("{iptables} -P FORWARD ACCEPT")
-            }
-            (false, _) => format!(
-                "nft insert rule {} {} {word} saddr {network} accept; nft insert rule {} {} {word} \
-                 daddr {network} accept",
-                drop.table, drop.chain, drop.table, drop.chain
-            ),
-        };
-        Finding::warning(Check::ForwardDrop, text).with_command(repair)
+    let mut found = Vec::new();
+    for drop in facts.drops.iter().filter(|drop| !drop.accepts_pods) {
+        if let Some(network) = facts.pod_networks[drop.family] {
+            found.push(dropped(drop, network));
+        }
+    }
+    found
+}
+
+/// The finding about a chain that drops forwarded packets of the pods in `network`.
+fn dropped(drop: &ForwardDrop, network: Subnet) -> Finding {
+    let family = drop.family;
+    let text = format!(
+        "{drop} drops forwarded {family} packets that none of its own rules accepts, including \
+         those of pods: flannel's rules are in another table, or are off"
+    );
+    let word = if family == Family::V4 { "ip" } else { "ip6" };
+    let iptables = match family {
+        Family::V4 => "iptables",
+        Family::V6 => "ip6tables",
     };
-    facts.drops.iter().filter(concerns).map(finding).collect()
+    let repair = match (drop.legacy, drop.table.as_str()) {
+        (true, _) => format!("{iptables}-legacy -P FORWARD ACCEPT"),
+        (false, "ip filter" | "ip6 filter") if drop.chain == "FORWARD" => {
+            format!("{iptables} -P FORWARD ACCEPT")
+        }
+        (false, _) => format!(
+            "nft insert rule {} {} {word} saddr {network} accept; nft insert rule {} {} {word} \
+             daddr {network} accept",
+            drop.table, drop.chain, drop.table, drop.chain
+        ),
+    };
+    Finding::warning(Check::ForwardDrop, text).with_command(repair)
 }
 
 /// The remedy if a pod network contains addresses of hosts.
@@ -348,9 +353,11 @@ fn pods(facts: &HostFacts) -> Option<Finding> {
 
 /// Checks that bridged packets pass iptables. Services of Kubernetes need it for pods on a bridge.
 fn bridge_calls(facts: &HostFacts) -> Vec<Finding> {
-    let off = |family: &Family| facts.bridge_calls[*family] == Some(false);
-    let families = facts.pod_networks.families().filter(|_| facts.kubernetes);
-    let finding = |family| {
+    let mut found = Vec::new();
+    for family in facts.pod_networks.families().filter(|_| facts.kubernetes) {
+        if facts.bridge_calls[family] != Some(false) {
+            continue;
+        }
         let key = match family {
             Family::V4 => "net.bridge.bridge-nf-call-iptables",
             Family::V6 => "net.bridge.bridge-nf-call-ip6tables",
@@ -359,10 +366,10 @@ fn bridge_calls(facts: &HostFacts) -> Vec<Finding> {
             "{key} is not 1: if pods on this host reach each other through a service, replies have \
              the wrong source address"
         );
-        Finding::warning(Check::BridgeNetfilter, text)
-            .with_command(format!("modprobe br_netfilter; sysctl -w {key}=1"))
-    };
-    families.filter(off).map(finding).collect()
+        let repair = format!("modprobe br_netfilter; sysctl -w {key}=1");
+        found.push(Finding::warning(Check::BridgeNetfilter, text).with_command(repair));
+    }
+    found
 }
 
 #[cfg(test)]

@@ -12,8 +12,8 @@ const LEAST: u64 = 300;
 /// The finding on clocks that differ. `ahead` has the key of each peer with the seconds by which
 /// its clock is ahead of this host's.
 pub(crate) fn clocks(ahead: &[(&str, i64)]) -> Option<Finding> {
-    let is_wrong = |(_, seconds): &&(&str, i64)| seconds.unsigned_abs() >= LEAST;
-    let wrong: Vec<&(&str, i64)> = ahead.iter().filter(is_wrong).collect();
+    let wrong: Vec<&(&str, i64)> =
+        ahead.iter().filter(|(_, seconds)| seconds.unsigned_abs() >= LEAST).collect();
     let (key, seconds) = **wrong.first()?;
     let way = if seconds > 0 { "ahead of" } else { "behind" };
     let more = match wrong.len() - 1 {
@@ -26,10 +26,10 @@ pub(crate) fn clocks(ahead: &[(&str, i64)]) -> Option<Finding> {
         seconds.unsigned_abs()
     );
     // The clock of a single host is wrong, most likely: this host's, if all others agree.
-    let agree = || wrong.iter().all(|(_, other)| other.abs_diff(seconds) < LEAST);
+    let agree = wrong.iter().all(|(_, other)| other.abs_diff(seconds) < LEAST);
     let at = match (wrong.len(), ahead.len()) {
         (1, 2..) => format!("on the node of {key}"),
-        (differ, all) if all > 1 && differ == all && agree() => "here".to_owned(),
+        (differ, all) if all > 1 && differ == all && agree => "here".to_owned(),
         _ => "on the host whose date is wrong".to_owned(),
     };
     Some(Finding::warning(Check::Clock, text).with_remedy(Remedy::run(SET_CLOCK).remark(at)))

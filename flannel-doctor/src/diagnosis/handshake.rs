@@ -2,8 +2,8 @@
 //!
 //! **Source**: linux `drivers/net/wireguard/receive.c: wg_receive_handshake_packet`. A node counts
 //! and answers the first packet of a handshake only if it knows the sender's key, and if the time
-//! in it is later than that of the last one. It ignores an answer that another preshared key made.
-//! A node that has sent an answer begins no handshake of its own for 5 s.
+//! in it is later than the time in the last one. It ignores an answer that another preshared key
+//! made. A node that has sent an answer begins no handshake of its own for 5 s.
 
 use std::net::SocketAddr;
 use std::time::SystemTime;

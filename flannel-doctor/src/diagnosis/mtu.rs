@@ -16,7 +16,7 @@ use crate::inputs::devices::Devices;
 pub struct Fault {
     /// The finding.
     pub finding: Finding,
-    /// That place; `None` if the fault has another cause.
+    /// The place with the smaller MTU, or `None` if the fault has another cause.
     pub narrow: Option<Narrow>,
 }
 
@@ -75,15 +75,17 @@ pub fn settle(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec
     let all = || faults.iter().filter_map(|fault| fault.narrow);
     let unknown = all().any(|narrow| narrow.takes().is_none());
     let remedy = narrowest(all()).map(|narrow| remedy(narrow, unknown, devices, &least));
-    let settled = |Fault { mut finding, narrow }| {
-        let Some(narrow) = narrow else { return finding };
-        if let Some(takes) = narrow.takes().filter(|takes| *takes < least.bytes) {
-            finding.text += &format!(": {takes} bytes are too few for {}", least.text);
-        }
-        finding.remedy.clone_from(&remedy);
-        finding
-    };
-    faults.into_iter().map(settled).collect()
+    faults
+        .into_iter()
+        .map(|Fault { mut finding, narrow }| {
+            let Some(narrow) = narrow else { return finding };
+            if let Some(takes) = narrow.takes().filter(|takes| *takes < least.bytes) {
+                finding.text += &format!(": {takes} bytes are too few for {}", least.text);
+            }
+            finding.remedy.clone_from(&remedy);
+            finding
+        })
+        .collect()
 }
 
 /// The minimum MTU that suffices for every family of the network.

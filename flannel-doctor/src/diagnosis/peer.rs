@@ -319,7 +319,8 @@ mod tests {
     fn missing_answers_show_the_likely_cause() {
         let question = &target("vxlan").questions(&devices())[0];
         let ok = || EchoResult::Reply(Duration::from_millis(1));
-        let (none, most) = (EchoResult::Nothing, |n| EchoResult::TooBig(Some(n)));
+        let none = EchoResult::Nothing;
+        let most = |n| EchoResult::TooBig(Some(n));
         let found_with = |tunnel: [EchoResult; 2], public: [EchoResult; 2]| {
             let answers = PeerEvidence {
                 tunnel: Some(tunnel),
@@ -580,7 +581,7 @@ mod tests {
                 assert_eq!(found[0].repair().as_deref(), Some(&*patch), "{:?}", question.family);
                 assert!(!found[0].text.contains("too few"), "{}", found[0].text);
             }
-            // The same, derived from the size that passes in the tunnel or on the wire.
+            // The size that passes in the tunnel or on the wire gives that finding too.
             for (question, overhead) in questions.iter().zip([50, 70]) {
                 let lost = |most| Some([ok(), most]);
                 let inner = mtu - overhead;
@@ -631,16 +632,18 @@ mod tests {
                 ..PeerEvidence::default()
             };
             let found = findings(question, &answers, &devices());
-            let line = |f: Finding| {
-                format!(
-                    "{} {} {} | {}",
-                    f.severity,
-                    f.check,
-                    f.text,
-                    f.repair().unwrap_or_default()
-                )
-            };
-            found.into_iter().map(line).collect::<Vec<_>>()
+            found
+                .into_iter()
+                .map(|f| {
+                    format!(
+                        "{} {} {} | {}",
+                        f.severity,
+                        f.check,
+                        f.text,
+                        f.repair().unwrap_or_default()
+                    )
+                })
+                .collect::<Vec<_>>()
         };
         let none = || EchoResult::Nothing;
         assert_eq!(found_with([ok(), ok()], segments(5592, 5592, 1450, 1450), 0), [""; 0]);

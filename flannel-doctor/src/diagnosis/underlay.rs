@@ -34,13 +34,13 @@ pub(crate) fn underlay(
 
 /// Whether the peer was asked, and sent nothing.
 fn is_silent(PeerResults { echoes, path, handshake, .. }: &PeerResults) -> bool {
-    let is_nothing =
-        |answer: &EchoResult| matches!(answer, EchoResult::Nothing | EchoResult::NotSent(_));
     handshake.as_ref().is_none_or(|handshake| !handshake.is_alive())
         && path.segments.is_none()
         && path.acknowledged == 0
         && !echoes.is_empty()
-        && echoes.iter().all(|(_, answer)| is_nothing(answer))
+        && echoes
+            .iter()
+            .all(|(_, answer)| matches!(answer, EchoResult::Nothing | EchoResult::NotSent(_)))
 }
 
 #[cfg(test)]

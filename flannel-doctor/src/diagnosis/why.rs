@@ -75,8 +75,7 @@ impl Default for RouteInputs<'_> {
 pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
     let network =
         facts.config.and_then(|config| config.pod_networks().find(|n| n.contains(address)));
-    let holds = |lease: &&Lease| lease.subnets.iter().any(|subnet| subnet.contains(address));
-    let own = facts.own.filter(holds);
+    let own = facts.own.filter(|lease| lease.subnets.iter().any(|subnet| subnet.contains(address)));
     let lease = own.or_else(|| facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
     let rejection = facts.explanation.as_ref().and_then(|e| e.rejection.as_ref());
     let objects: Vec<ObjectReport> = facts
@@ -258,8 +257,7 @@ fn of_peer(
         let watch = (*how == ObjectState::Pending).then_some(Remedy::WatchStatus);
         return Verdict::bad(format!("{object} is {state}{error}"), watch);
     }
-    let of_network = || Some((device?, None));
-    match wanted_way(address, &explanation.objects).or_else(of_network) {
+    match wanted_way(address, &explanation.objects).or_else(|| Some((device?, None))) {
         Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
             let is = way(answer.gateway, answer.link);
             let should = way(gateway, Some(link));
@@ -306,7 +304,8 @@ mod tests {
 
     #[test]
     fn a_peer_without_a_route_of_its_own_uses_the_device_of_the_network() {
-        let (address, device) = ("10.1.7.9".parse().unwrap(), "flannel0".parse().unwrap());
+        let address = "10.1.7.9".parse().unwrap();
+        let device = "flannel0".parse().unwrap();
         let subnet = "10.1.7.0/24".parse().unwrap();
         let record = Object::from(Record::new("udp", subnet, "to 192.0.2.7:8285"));
         let ask = |answer| {
@@ -314,8 +313,13 @@ mod tests {
             let mut lease = peer();
             lease.attrs.preferred.kind = "".into();
             let explanation = Explained { lease: Arc::new(lease), rejection: None, objects };
-            let (explanation, device, answer) = (Some(explanation), Some(device), Ok(answer));
-            diagnose(address, &RouteInputs { explanation, device, answer, ..Default::default() })
+            let inputs = RouteInputs {
+                explanation: Some(explanation),
+                device: Some(device),
+                answer: Ok(answer),
+                ..Default::default()
+            };
+            diagnose(address, &inputs)
         };
         let good = ask(RouteAnswer::via(device, None, None));
         let expected = "packets go through flannel0 to 192.0.2.7, everything is in place";

@@ -63,8 +63,10 @@ impl Devices {
     /// The tunnel devices that encrypt packets.
     pub fn encrypted(&self) -> Dual<LinkName> {
         let is = |name| {
-            let is_wireguard = |link: &&Link| matches!(link.kind, LinkKind::Wireguard(_));
-            self.links.iter().filter(is_wireguard).any(|link| link.name == name)
+            self.links
+                .iter()
+                .filter(|link| matches!(link.kind, LinkKind::Wireguard(_)))
+                .any(|link| link.name == name)
         };
         Dual::from_fn(|family| self.datapath.devices[family].filter(|name| is(*name)))
     }
@@ -179,12 +181,15 @@ fn port_users(port: u16) -> Vec<(u16, String, u32)> {
 
 /// The inodes of the sockets on a port in the kernel's table of UDP sockets.
 fn inodes(table: &str, port: u16) -> Vec<u64> {
-    let inode = |line: &str| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let (_, local) = fields.get(1)?.rsplit_once(':')?;
-        (u16::from_str_radix(local, 16).ok()? == port).then(|| fields.get(9)?.parse().ok())?
-    };
-    table.lines().skip(1).filter_map(inode).collect()
+    table
+        .lines()
+        .skip(1)
+        .filter_map(|line| {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let (_, local) = fields.get(1)?.rsplit_once(':')?;
+            (u16::from_str_radix(local, 16).ok()? == port).then(|| fields.get(9)?.parse().ok())?
+        })
+        .collect()
 }
 
 #[cfg(test)]

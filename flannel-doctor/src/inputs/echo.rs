@@ -163,7 +163,8 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    /// Waits at most `left` for a message. `None`: none came, or it is not about an echo of ours.
+    /// Waits at most `left` for a message. Returns `None` if no message came, or it is not about an
+    /// echo of ours.
     fn receive(&self, left: Duration) -> io::Result<Option<(Echo, IcmpMessage)>> {
         self.socket.inbox().set_read_timeout(Some(left))?;
         match self.socket.receive() {
@@ -255,7 +256,7 @@ mod tests {
         text.map(|address| address.parse().unwrap())
     }
 
-    /// The same message with another byte.
+    /// The message, with another byte at this offset.
     fn with_other(icmp: &[u8], at: usize) -> Vec<u8> {
         let mut other = icmp.to_vec();
         other[at] ^= 1;
@@ -318,7 +319,8 @@ mod tests {
                 std::thread::scope(|scope| {
                     over.store(false, Ordering::Relaxed);
                     for family in Family::BOTH {
-                        let (far, answer) = (&far, &answer);
+                        let far = &far;
+                        let answer = &answer;
                         scope.spawn(move || far.run(|| answer(family, right)));
                     }
                     let answers = echo(&probes, patience);
@@ -335,8 +337,10 @@ mod tests {
                 },
                 Duration::from_secs(20),
             );
-            let is_reply = |answer: &EchoResult| matches!(answer, EchoResult::Reply(_));
-            assert!(replied.iter().all(is_reply), "{replied:?}");
+            assert!(
+                replied.iter().all(|answer| matches!(answer, EchoResult::Reply(_))),
+                "{replied:?}"
+            );
             let reported = asked(
                 |family, raw, request| {
                     let [host, asked, router] = hosts(family);
@@ -353,7 +357,8 @@ mod tests {
     #[test]
     fn sizes_are_exact_and_the_mtu_of_a_router_is_reported() {
         in_netns(|| {
-            let (router, far) = (Netns::new().unwrap(), Netns::new().unwrap());
+            let router = Netns::new().unwrap();
+            let far = Netns::new().unwrap();
             ip(&format!(
                 "link add eth0 type veth peer name near netns {}",
                 router.path().display()
@@ -419,8 +424,10 @@ mod tests {
             }
             let full = [probe("198.51.100.9", 1400), probe("2001:db8:2::9", 1400)];
             let answers = echo(&full, Duration::from_secs(20)).unwrap();
-            let replied = |answer: &EchoResult| matches!(answer, EchoResult::Reply(_));
-            assert!(answers.iter().all(replied), "{answers:?}");
+            assert!(
+                answers.iter().all(|answer| matches!(answer, EchoResult::Reply(_))),
+                "{answers:?}"
+            );
             let nobody = echo(&[probe("192.0.2.99", 64)], Duration::from_millis(100)).unwrap();
             assert_eq!(nobody, [EchoResult::Nothing]);
         });

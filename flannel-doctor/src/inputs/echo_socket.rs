@@ -76,7 +76,7 @@ impl EchoSocket {
         let out = Socket::new(domain, Type::RAW, Some(Protocol::from(RAW)))?;
         // A full send buffer must not stop the sender.
         out.set_nonblocking(true)?;
-        // The MTU of the device counts, not that of the route, nor one that a router reported once.
+        // The MTU of the device counts, not the MTU of the route, nor one that a router reported.
         match family {
             Family::V4 => set_ip_mtu_discover(&out, Ipv4PathMtuDiscovery::PROBE)?,
             Family::V6 => set_ipv6_mtu_discover(&out, Ipv6PathMtuDiscovery::PROBE)?,
@@ -112,11 +112,11 @@ impl EchoSocket {
         }
     }
 
-    /// Reads one message from the inbox. Returns the echo that it is about, and its content.
-    /// `None`: it is not about an echo of this socket.
+    /// Reads one message from the inbox. Returns the echo that it is about, and its content,
+    /// or `None` if it is not about an echo of this socket.
     ///
     /// # Errors
-    /// As `recv`: with a timeout or without blocking, there may be no message.
+    /// The errors of `recv`, such as [`io::ErrorKind::WouldBlock`] if no message came in time.
     pub fn receive(&self) -> io::Result<Option<(Echo, IcmpMessage)>> {
         let mut buffer = [0; 2048];
         match self.inbox.recv_from(&mut buffer) {
@@ -127,7 +127,7 @@ impl EchoSocket {
     }
 
     /// The content of a message from the inbox, and the echo that it is about. `from` is its
-    /// sender. `None`: it is not about an echo of this socket.
+    /// sender. `None` if it is not about an echo of this socket.
     ///
     /// The caller compares the echo with those that wait for an answer. A message about any other
     /// one is forged or late.
@@ -206,7 +206,7 @@ struct Types {
     reply: u8,
     /// A router's report about the size of a packet.
     too_big: u8,
-    /// The code of such a report; `None`: every code.
+    /// The code of such a report, or `None` if every code is one.
     code: Option<u8>,
 }
 
@@ -294,8 +294,10 @@ fn packet(from: IpAddr, echo: &Echo, size: u16, secret: u64) -> Vec<u8> {
 
 /// The Internet checksum (RFC 1071).
 fn checksum(data: &[u8]) -> u16 {
-    let word = |pair: &[u8]| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
-    let mut sum: u32 = data.chunks(2).map(word).fold(0, u32::wrapping_add);
+    let mut sum: u32 = data
+        .chunks(2)
+        .map(|pair| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0)))
+        .fold(0, u32::wrapping_add);
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }
@@ -346,7 +348,7 @@ fn parse(family: Family, from: IpAddr, data: &[u8], secret: u64) -> Option<(Echo
     Some((echo(to, about, secret)?, IcmpMessage::TooBig(most)))
 }
 
-/// The echo to an address in an ICMP message; `None`: it has another secret.
+/// The echo to an address in an ICMP message, or `None` if it has another secret.
 fn echo(to: IpAddr, icmp: &[u8], secret: u64) -> Option<Echo> {
     let numbers = icmp.get(ICMP_HEADER..)?;
     if u64::from_be_bytes(at(numbers, 0)?) != secret {
@@ -357,7 +359,7 @@ fn echo(to: IpAddr, icmp: &[u8], secret: u64) -> Option<Echo> {
     Some(Echo { to, sequence, token })
 }
 
-/// The bytes at an offset; `None`: there are fewer.
+/// The bytes at an offset, or `None` if the data are shorter.
 fn at<const N: usize>(data: &[u8], offset: usize) -> Option<[u8; N]> {
     data.get(offset..)?.first_chunk().copied()
 }

@@ -77,8 +77,8 @@ impl Handshake {
     /// Whether packets of this host were accepted at the peer between both looks, or `None` if it
     /// is not known.
     pub fn arrived_there(&self) -> Option<bool> {
-        let received = |end: &Option<FarEnd>| Some(end.as_ref()?.peer.as_ref()?.received);
-        let [before, after] = self.there.each_ref().map(received);
+        let [before, after] =
+            self.there.each_ref().map(|end| Some(end.as_ref()?.peer.as_ref()?.received));
         Some(after? > before?)
     }
 
@@ -122,8 +122,8 @@ impl Watch {
         let time = SystemTime::now();
         let tunnels = tunnels.by_subnet();
         let look = |target: &Target, question: &Question| {
-            let is = |subnet: &&Subnet| subnet.family() == question.family;
-            let subnet = *target.subnets.iter().find(is)?;
+            let subnet =
+                *target.subnets.iter().find(|subnet| subnet.family() == question.family)?;
             let public = question.public.map(|(address, _)| address);
             let state = Handshake::new(*tunnels.get(&subnet)?, time);
             let there = tokio::spawn(ask(public, port, question.family));

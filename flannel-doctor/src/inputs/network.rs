@@ -35,16 +35,16 @@ pub struct Network {
 impl Network {
     /// The families of the tunnels, or without tunnels of the peers.
     pub fn families(&self) -> Vec<Family> {
-        let of_peers =
-            |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);
-        let has = |family: &Family| {
-            if self.datapath.devices.is_empty() {
-                of_peers(*family)
-            } else {
-                self.datapath.devices[*family].is_some()
-            }
-        };
-        Family::BOTH.into_iter().filter(has).collect()
+        Family::BOTH
+            .into_iter()
+            .filter(|family| {
+                if self.datapath.devices.is_empty() {
+                    self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == *family)
+                } else {
+                    self.datapath.devices[*family].is_some()
+                }
+            })
+            .collect()
     }
 }
 

@@ -45,26 +45,31 @@ impl Target {
         let Some(mtu) = devices.mtu.and_then(|mtu| u16::try_from(mtu).ok()) else {
             return Vec::new();
         };
-        let question = |subnet: &Subnet| {
-            let family = subnet.family();
-            let tunnel =
-                devices.datapath.devices[family].filter(|_| self.backend == devices.backend);
-            let largest = || Family::BOTH.into_iter().map(|family| devices.overhead(family)).max();
-            let header = tunnel.and_then(|_| largest()).unwrap_or(0);
+        self.subnets.iter().map(|subnet| self.question(devices, subnet, mtu)).collect()
+    }
+
+    /// The question about the pods in `subnet`. `mtu` is the MTU of pods.
+    fn question(&self, devices: &Devices, subnet: &Subnet, mtu: u16) -> Question {
+        let family = subnet.family();
+        let tunnel = devices.datapath.devices[family].filter(|_| self.backend == devices.backend);
+        let device = tunnel.or(devices.uplink);
+        let mut header = 0;
+        let mut overhead = 0;
+        if tunnel.is_some() {
+            header = devices.overhead(Family::V4).max(devices.overhead(Family::V6));
             // The overhead is less than two IP headers, so it fits.
-            let overhead = tunnel.map_or(0, |_| devices.overhead(family)) as u16;
-            Question {
-                family,
-                device: tunnel.or(devices.uplink),
-                takes: tunnel.or(devices.uplink).and_then(|device| devices.takes(device)),
-                // The address of the tunnel device, as in Go flannel.
-                tunnel: tunnel.map(|_| (subnet.base(), mtu)),
-                public: self.public[family].map(|address| (address, mtu.saturating_add(overhead))),
-                header,
-                route_mtu: self.mtus[family],
-            }
-        };
-        self.subnets.iter().map(question).collect()
+            overhead = devices.overhead(family) as u16;
+        }
+        Question {
+            family,
+            device,
+            takes: device.and_then(|device| devices.takes(device)),
+            // The address of the tunnel device, as in Go flannel.
+            tunnel: tunnel.map(|_| (subnet.base(), mtu)),
+            public: self.public[family].map(|address| (address, mtu.saturating_add(overhead))),
+            header,
+            route_mtu: self.mtus[family],
+        }
     }
 }
 
@@ -90,8 +95,10 @@ impl Question {
 
     /// Echoes of small and full size, to the tunnel address and then to the public address.
     pub fn probes(&self) -> impl Iterator<Item = Probe> {
-        let both = |(to, full)| [Probe { to, size: SMALL }, Probe { to, size: full }];
-        self.tunnel.into_iter().chain(self.public).flat_map(both)
+        self.tunnel
+            .into_iter()
+            .chain(self.public)
+            .flat_map(|(to, full)| [Probe { to, size: SMALL }, Probe { to, size: full }])
     }
 }
 

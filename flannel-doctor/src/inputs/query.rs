@@ -43,6 +43,13 @@ pub struct PeerResults {
     pub handshake: Option<Handshake>,
 }
 
+impl PeerResults {
+    /// Whether the first echo, a small one, has no answer.
+    fn is_silent(&self) -> bool {
+        self.echoes.first().is_some_and(|(_, answer)| *answer == EchoResult::Nothing)
+    }
+}
+
 /// The answers to all questions.
 pub struct QueryResults {
     /// One for each question, in their order.
@@ -101,10 +108,8 @@ pub async fn query_peers(
     let mut unread: Vec<String> = echo_error.into_iter().collect();
     let handshakes = match watch {
         Ok(Some(watch)) => {
-            let is_silent = |answers: &PeerResults| {
-                answers.echoes.first().is_some_and(|(_, answer)| *answer == EchoResult::Nothing)
-            };
-            watch.end(&found.iter().map(is_silent).collect::<Vec<_>>()).await
+            let silent: Vec<bool> = found.iter().map(PeerResults::is_silent).collect();
+            watch.end(&silent).await
         }
         Ok(None) => Ok(Vec::new()),
         Err(error) => Err(error),
@@ -129,19 +134,21 @@ struct Path {
 /// pods.
 fn lossy(counts: impl Iterator<Item = usize>, echoes: &[(Probe, EchoResult)]) -> Vec<Path> {
     let mut rest = echoes;
-    let path = |count: usize| {
-        let (mine, others) = rest.split_at(count);
-        rest = others;
-        match mine {
-            [
-                (small, EchoResult::Reply(_)),
-                (full, EchoResult::Nothing | EchoResult::TooBig(None | Some(0))),
-                ..,
-            ] => Some(Path { to: small.to, passes: small.size, lost: full.size }),
-            _ => None,
-        }
-    };
-    counts.filter_map(path).take(MAX_PATHS).collect()
+    counts
+        .filter_map(|count| {
+            let (mine, others) = rest.split_at(count);
+            rest = others;
+            match mine {
+                [
+                    (small, EchoResult::Reply(_)),
+                    (full, EchoResult::Nothing | EchoResult::TooBig(None | Some(0))),
+                    ..,
+                ] => Some(Path { to: small.to, passes: small.size, lost: full.size }),
+                _ => None,
+            }
+        })
+        .take(MAX_PATHS)
+        .collect()
 }
 
 /// The size that passes to the peer of a question, if its path was searched.
@@ -269,7 +276,8 @@ mod tests {
     #[test]
     fn only_paths_that_lose_large_packets_silently_are_searched() {
         let probe = |n: u8, size| Probe { to: IpAddr::from([10, 1, n, 0]), size };
-        let (ok, none) = (EchoResult::Reply(Duration::ZERO), EchoResult::Nothing);
+        let ok = EchoResult::Reply(Duration::ZERO);
+        let none = EchoResult::Nothing;
         let echoes: Vec<_> = [
             (probe(7, 64), ok.clone()),
             (probe(7, 1450), none.clone()),

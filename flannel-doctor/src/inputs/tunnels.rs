@@ -68,8 +68,8 @@ impl Tunnels {
 }
 
 impl TunnelToPeer<'_> {
-    /// A number by which both ends can tell whether their preshared keys differ; `None`: there is
-    /// no such key. It is public: 32 bits of a keyed hash say nothing about 256 random bits.
+    /// A number by which both ends can tell whether their preshared keys differ, or `None` without
+    /// a preshared key. It is public: 32 bits of a keyed hash say nothing about 256 random bits.
     pub fn psk_digest(&self) -> Option<u32> {
         let key = hmac::Key::new(hmac::HMAC_SHA256, self.session.psk.as_ref()?.expose());
         let mut ends = [self.tunnel.key, self.session.key];
@@ -103,10 +103,16 @@ mod tests {
     use super::*;
 
     fn digest(own: u8, peer: u8, psk: Option<u8>) -> Option<u32> {
-        let (key, allowed, put) = (PublicKey([peer; 32]), Dual::default(), None);
-        let psk = psk.map(|byte| Secret::new([byte; 32]));
-        let (endpoint, handshake, received, sent) = Default::default();
-        let session = &Session { key, allowed, psk, put, endpoint, handshake, received, sent };
+        let session = &Session {
+            key: PublicKey([peer; 32]),
+            allowed: Dual::default(),
+            psk: psk.map(|byte| Secret::new([byte; 32])),
+            put: None,
+            endpoint: None,
+            handshake: None,
+            received: 0,
+            sent: 0,
+        };
         let tunnel = &Tunnel { key: PublicKey([own; 32]), port: 51820, sessions: Vec::new() };
         TunnelToPeer { link: "flannel-wg".parse().unwrap(), tunnel, session }.psk_digest()
     }
@@ -114,7 +120,8 @@ mod tests {
     #[test]
     fn a_device_that_cannot_be_read_hides_no_other_one() {
         let link = |name: &str| name.parse::<LinkName>().unwrap();
-        let (first, second) = (link("flannel-wg"), link("flannel-wg-v6"));
+        let first = link("flannel-wg");
+        let second = link("flannel-wg-v6");
         let tunnel = Tunnel { key: PublicKey([1; 32]), port: 51820, sessions: Vec::new() };
         let absent = KernelError::explained(19, "it is gone");
         for gone in [first, second] {

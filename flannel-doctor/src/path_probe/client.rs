@@ -76,7 +76,7 @@ pub struct Segments {
     pub segment: usize,
     /// The MTU of pods on the peer, in bytes.
     pub mtu: u32,
-    /// The largest packet that arrived at the peer as a datagram, in bytes; 0: none.
+    /// The largest packet that arrived at the peer as a datagram, in bytes, or 0 if none arrived.
     #[serde(rename = "heard")]
     pub largest_datagram: u16,
     /// The seconds by which the peer's clock is ahead of this host's, or `None` if they are not
@@ -87,7 +87,8 @@ pub struct Segments {
 /// The result of a path probe.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct PathProbe {
-    /// The largest packet that the daemon acknowledged outside the tunnel, in bytes; 0: none.
+    /// The largest packet that the daemon acknowledged outside the tunnel, in bytes, or 0 if it
+    /// acknowledged none.
     #[serde(rename = "noticed")]
     pub acknowledged: u16,
     /// `None` if no daemon that knows this protocol answered through the tunnel.
@@ -257,7 +258,7 @@ mod tests {
         exchanged_with(lost, bytes, closes, |_| ()).await.map(|segments| segments.back)
     }
 
-    /// The same with a daemon that changes its report.
+    /// The exchange with a daemon that changes its report.
     async fn exchanged_with(
         lost: usize,
         bytes: usize,

@@ -39,8 +39,12 @@ impl DatagramLog {
     /// second; the packet is then ignored.
     pub(super) fn record(&self, from: IpAddr, nonce: Nonce, size: u16) -> bool {
         let mut entries = lock(&self.0);
-        let recent = |entry: &&Entry| entry.from == from && entry.second.elapsed() < SECOND;
-        if entries.iter().filter(recent).map(|entry| entry.times).sum::<u32>() >= MAX_PER_SECOND {
+        let recent = entries
+            .iter()
+            .filter(|entry| entry.from == from && entry.second.elapsed() < SECOND)
+            .map(|entry| entry.times)
+            .sum::<u32>();
+        if recent >= MAX_PER_SECOND {
             return false;
         }
         match entries.iter_mut().find(|entry| (entry.from, entry.nonce) == (from, nonce)) {
@@ -49,7 +53,8 @@ impl DatagramLog {
                 if known.second.elapsed() < SECOND {
                     known.times += 1;
                 } else {
-                    (known.times, known.second) = (1, Instant::now());
+                    known.times = 1;
+                    known.second = Instant::now();
                 }
             }
             None => {
@@ -60,7 +65,7 @@ impl DatagramLog {
         true
     }
 
-    /// The size of the largest packet of a probe, in bytes; 0: none arrived.
+    /// The size of the largest packet of a probe, in bytes, or 0 if none arrived.
     pub(super) fn largest(&self, from: IpAddr, nonce: Nonce) -> u16 {
         let entries = lock(&self.0);
         let known = entries.iter().find(|entry| (entry.from, entry.nonce) == (from, nonce));
@@ -74,7 +79,8 @@ mod tests {
 
     #[test]
     fn the_largest_packet_is_kept_for_each_probe() {
-        let (log, peer) = (DatagramLog::default(), IpAddr::from([10, 1, 7, 0]));
+        let log = DatagramLog::default();
+        let peer = IpAddr::from([10, 1, 7, 0]);
         let nonce = |n: u64| n.to_be_bytes();
         assert_eq!(log.largest(peer, nonce(1)), 0);
         for size in [64, 1450, 64] {

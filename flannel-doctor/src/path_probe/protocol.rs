@@ -37,7 +37,7 @@ pub(super) struct Arrivals {
     pub(super) received: usize,
     /// The MTU of pods on that node, in bytes.
     pub(super) mtu: u32,
-    /// The largest packet of this probe that arrived as a datagram, in bytes; 0: none.
+    /// The largest packet of this probe that arrived as a datagram, in bytes, or 0 if none arrived.
     #[serde(rename = "heard")]
     pub(super) largest_datagram: u16,
     /// Bytes that the daemon sends after this line.
@@ -74,7 +74,8 @@ pub struct FarPeer {
     pub received: u64,
     /// Bytes that it sent to that node.
     pub sent: u64,
-    /// The time of the last handshake by its clock, in seconds since 1970; `None`: there was none.
+    /// The time of the last handshake by its clock, in seconds since 1970, or `None` before the
+    /// first.
     pub handshake: Option<i64>,
 }
 
@@ -127,7 +128,7 @@ pub(super) async fn read_line(stream: &mut (impl AsyncRead + Unpin)) -> io::Resu
 /// future after a timeout.
 ///
 /// # Errors
-/// The other end closed the connection early. This is no evidence of loss; only a timeout is.
+/// The other end closed the connection early. This does not prove a loss. Only a timeout does.
 pub(super) async fn take(
     stream: &mut (impl AsyncRead + Unpin),
     bytes: usize,

@@ -57,7 +57,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(4);
 /// The addresses of the server, and the values that it reports.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
-    /// The port, TCP and UDP; 0: the server is off.
+    /// The port, TCP and UDP. With 0 the server is off.
     pub port: u16,
     /// The tunnels, with the address of each.
     pub tunnels: Dual<(LinkName, IpAddr)>,
@@ -102,8 +102,7 @@ impl<'a> Server<'a> {
         }
         let status = Arc::clone(&self.config.status.borrow());
         let mut nodes = self.nodes();
-        let accepted = |lease: &&Arc<Lease>| !status.rejected.contains_key(&lease.subnets);
-        nodes.at(from).iter().find(accepted).cloned()
+        nodes.at(from).iter().find(|lease| !status.rejected.contains_key(&lease.subnets)).cloned()
     }
 
     /// A client of this node.

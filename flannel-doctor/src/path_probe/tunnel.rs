@@ -19,8 +19,8 @@ use crate::inputs::tunnels::Tunnels;
 /// The time for the whole answer.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_millis(600);
 
-/// Asks the daemon of a node for its end of the tunnel for packets of this family. `None`: it does
-/// not answer, or knows no such question, or has no such tunnel.
+/// Asks the daemon of a node for its end of the tunnel for packets of this family. Returns `None`
+/// if it does not answer, does not know the question, or has no such tunnel.
 pub(crate) async fn ask(public: Option<IpAddr>, port: u16, family: Family) -> Option<FarEnd> {
     let public = public.filter(|_| port != 0)?;
     let asked = async {
@@ -51,13 +51,13 @@ pub(super) async fn answer(
     let line = serde_json::to_string(&end).map_err(io::Error::other)? + "\n";
     if let Some(subnet) = asker.family(family) {
         let socket = UdpSocket::bind((family.unspecified(), 0)).await?;
-        // Without a peer for it the kernel refuses it, which the answer shows.
+        // The kernel refuses it if the device has no peer for the address. The answer shows that.
         let _ = socket.send_to(b"flannel", (subnet.base(), port)).await;
     }
     stream.write_all(line.as_bytes()).await
 }
 
-/// This end of the tunnel to a node; `None`: there is no such tunnel, or it cannot be read.
+/// This end of the tunnel to a node, or `None` if the tunnel is missing or cannot be read.
 fn end(family: Family, asker: &Subnets, devices: Dual<LinkName>) -> Option<FarEnd> {
     let link = devices[family]?;
     let (tunnels, unread) = Tunnels::read(&NetlinkKernel::open().ok()?, [link]);

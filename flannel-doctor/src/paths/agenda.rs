@@ -146,7 +146,7 @@ mod tests {
 
     const INTERVAL: Duration = Duration::from_secs(300);
 
-    /// The times of all probes of each path in `seconds`, if `outcome` is that of a probe.
+    /// The times of all probes of each path in `seconds`, if a probe of a path has `outcome`.
     fn probed(
         paths: u32,
         seconds: u64,
@@ -193,8 +193,8 @@ mod tests {
 
     #[test]
     fn failing_paths_are_followed_and_keep_no_other_from_its_turn() {
-        let fails = |path: u32| if path < 4 { Outcome::Failing } else { Outcome::Settled };
-        let times = probed(5_000, 310, fails);
+        let times =
+            probed(5_000, 310, |path| if path < 4 { Outcome::Failing } else { Outcome::Settled });
         assert_eq!(times.len(), 5_000);
         for path in 0..4 {
             let longest = times[&path].windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
@@ -232,8 +232,7 @@ mod tests {
         agenda.note(7, Outcome::Lost, now);
         let next = |last: Option<u32>| last.map(|last| last + 1).or(Some(0));
         agenda.last = Some(5);
-        let has_rested = |path: &u32| *path != 8;
-        assert_eq!(agenda.due(now, 1_000, next, has_rested), [6, 7, 9]);
+        assert_eq!(agenda.due(now, 1_000, next, |path| *path != 8), [6, 7, 9]);
     }
 
     #[test]
@@ -252,8 +251,7 @@ mod tests {
 
     #[test]
     fn each_path_has_its_turn_in_time_although_all_lose_packets() {
-        let fails = |_| Outcome::Failing;
-        for (path, times) in probed(5_000, 700, fails) {
+        for (path, times) in probed(5_000, 700, |_| Outcome::Failing) {
             let longest = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
             assert!(longest <= INTERVAL + Duration::from_secs(5), "{path}: {longest:?}");
         }

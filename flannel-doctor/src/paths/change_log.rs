@@ -70,7 +70,8 @@ mod tests {
     #[test]
     fn the_last_change_of_each_path_is_logged_and_many_share_a_line() {
         let (logged, _guard) = Logged::collect();
-        let (mut log, start) = (ChangeLog::default(), Instant::now());
+        let mut log = ChangeLog::default();
+        let start = Instant::now();
         log.note(id(1), Change::Fails, PathState::OneWay);
         log.write(start);
         assert_eq!(logged.count("the path to a peer fails"), 1);

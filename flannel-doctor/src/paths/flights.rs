@@ -27,6 +27,13 @@ pub(crate) struct Flights {
     flights: VecDeque<Flight>,
 }
 
+/// The answers to a probe that has ended.
+#[derive(Debug, PartialEq)]
+pub(crate) struct ProbeResult {
+    pub(crate) path: PathId,
+    pub(crate) answers: EchoReplies,
+}
+
 /// One probe. It has an echo for each field of [`EchoReplies`].
 #[derive(Debug)]
 struct Flight {
@@ -106,11 +113,7 @@ impl Flights {
 
     /// Takes in an answer to an echo that waits for one. Returns the flight once all answers are
     /// there.
-    pub(crate) fn answer(
-        &mut self,
-        echo: &Echo,
-        answer: EchoResult,
-    ) -> Option<(PathId, EchoReplies)> {
+    pub(crate) fn answer(&mut self, echo: &Echo, answer: EchoResult) -> Option<ProbeResult> {
         let flight = self.of(echo)?;
         let place = echo.sequence % ECHOES;
         flight.open[usize::from(place)] = None;
@@ -120,11 +123,13 @@ impl Flights {
             OF_ROUTE => flight.answers.lowered = Some(answer),
             _ => flight.answers.public = Some(answer),
         }
-        flight.has_landed().then(|| (flight.id, flight.answers.clone()))
+        flight
+            .has_landed()
+            .then(|| ProbeResult { path: flight.id, answers: flight.answers.clone() })
     }
 
     /// The next flight whose time is over.
-    pub(crate) fn expired(&mut self, now: Instant) -> Option<(PathId, EchoReplies)> {
+    pub(crate) fn expired(&mut self, now: Instant) -> Option<ProbeResult> {
         loop {
             let flight = self.flights.front()?;
             if !flight.has_landed() && now.duration_since(flight.sent) < TIMEOUT {
@@ -133,7 +138,7 @@ impl Flights {
             let flight = self.flights.pop_front()?;
             self.first = (self.first + 1) % Self::NUMBERS;
             if !flight.has_landed() {
-                return Some((flight.id, flight.answers));
+                return Some(ProbeResult { path: flight.id, answers: flight.answers });
             }
         }
     }
@@ -171,7 +176,8 @@ mod tests {
     /// The numbers of a probe in a row of more than there are numbers.
     #[test]
     fn each_answer_belongs_to_its_probe_and_numbers_wrap_around() {
-        let (mut flights, mut now) = (Flights::default(), Instant::now());
+        let mut flights = Flights::default();
+        let mut now = Instant::now();
         for _ in 0..20_000 {
             let first: Vec<Echo> =
                 flights.begin(id(), &question(), None, now).iter().map(|echo| echo.0).collect();
@@ -180,10 +186,10 @@ mod tests {
             assert_eq!(flights.answer(&first[1], reply()), None);
             assert_eq!(flights.answer(&first[1], EchoResult::Nothing), None, "a second answer");
             assert_eq!(flights.answer(&first[2], reply()), None);
-            let (_, answers) = flights.answer(&first[0], reply()).unwrap();
+            let ProbeResult { answers, .. } = flights.answer(&first[0], reply()).unwrap();
             assert_eq!(answers.fault(), None);
             now += TIMEOUT;
-            let (_, answers) = flights.expired(now).unwrap();
+            let ProbeResult { answers, .. } = flights.expired(now).unwrap();
             assert!(!answers.has_reply(), "those of the second probe: {answers:?}");
             assert_eq!(answers.lowered, Some(EchoResult::Nothing));
             assert_eq!(flights.expired(now), None);
@@ -193,7 +199,8 @@ mod tests {
 
     #[test]
     fn the_probe_of_a_path_that_is_gone_has_no_end() {
-        let (mut flights, now) = (Flights::default(), Instant::now());
+        let mut flights = Flights::default();
+        let now = Instant::now();
         let echoes = flights.begin(id(), &question(), None, now);
         flights.retain(|_| false);
         assert_eq!(flights.answer(&echoes[0].0, reply()), None);
@@ -203,7 +210,8 @@ mod tests {
     /// A party that knows the address and all sequence numbers, and has seen an earlier probe.
     #[test]
     fn an_answer_counts_only_with_the_token_of_its_probe_and_from_the_address_asked() {
-        let (mut flights, now) = (Flights::default(), Instant::now());
+        let mut flights = Flights::default();
+        let now = Instant::now();
         let earlier: Vec<Echo> =
             flights.begin(id(), &question(), None, now).iter().map(|echo| echo.0).collect();
         let begun = flights.begin(id(), &question(), Some(1350), now);
@@ -229,9 +237,9 @@ mod tests {
                 }
             }
         }
-        let (_, lost) = flights.expired(now + TIMEOUT).unwrap();
+        let ProbeResult { answers: lost, .. } = flights.expired(now + TIMEOUT).unwrap();
         assert!(!lost.has_reply(), "{lost:?}");
-        let (_, lost) = flights.expired(now + TIMEOUT).unwrap();
+        let ProbeResult { answers: lost, .. } = flights.expired(now + TIMEOUT).unwrap();
         assert_eq!((&lost.full, &lost.lowered), (&EchoResult::Nothing, &Some(EchoResult::Nothing)));
         assert!(!lost.has_reply(), "{lost:?}");
     }

@@ -21,7 +21,7 @@ pub(crate) struct Pinger {
 #[derive(Debug)]
 struct Sockets {
     echo: EchoSocket,
-    /// The same inbox.
+    /// The inbox of `echo`, for the runtime.
     inbox: UdpSocket,
 }
 

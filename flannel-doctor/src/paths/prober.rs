@@ -23,11 +23,10 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::paths::agenda::Agenda;
 use crate::paths::change_log::ChangeLog;
-use crate::paths::flights::{Flights, TIMEOUT};
+use crate::paths::flights::{Flights, ProbeResult, TIMEOUT};
 use crate::paths::pinger::Pinger;
 use crate::paths::record::{Details, PathId};
 use crate::paths::results::Paths;
-use crate::paths::verdict::EchoReplies;
 
 /// The most examinations at the same time, so that many failing paths cost no more than a few.
 const EXAMINATIONS: usize = 8;
@@ -39,7 +38,7 @@ const TICK: Duration = Duration::from_millis(250);
 pub struct ProbeSettings {
     /// The time in which each path is probed at least once.
     pub interval: Duration,
-    /// The port of path probes, for failing paths; 0: none are made.
+    /// The port of path probes, for failing paths, or 0 if none are made.
     pub doctor_port: u16,
     /// The network, without its peers.
     pub network: Network,
@@ -171,13 +170,16 @@ impl<'a> Prober<'a> {
     /// Ends the flights whose time is over, and sends the probes that are due.
     fn tick(&mut self, status: &Status) {
         let now = Instant::now();
-        while let Some(flight) = self.flights.expired(now) {
-            self.land(flight, now);
+        while let Some(result) = self.flights.expired(now) {
+            self.land(result, now);
         }
         let paths = self.paths;
-        let has_rested =
-            |id: &PathId| paths.probed(id).is_none_or(|at| now.duration_since(at) >= TIMEOUT);
-        for id in self.agenda.due(now, paths.len(), |id| paths.after(id), has_rested) {
+        for id in self.agenda.due(
+            now,
+            paths.len(),
+            |id| paths.after(id),
+            |id| paths.probed(id).is_none_or(|at| now.duration_since(at) >= TIMEOUT),
+        ) {
             let question = self.question(&id);
             let question = question.filter(|question| question.probes().next().is_some());
             // A rejected peer has no route.
@@ -195,8 +197,8 @@ impl<'a> Prober<'a> {
                 }
             }
             // This host could send none of the echoes.
-            if let Some(flight) = landed {
-                self.land(flight, now);
+            if let Some(result) = landed {
+                self.land(result, now);
             }
         }
         self.log.write(now);
@@ -216,13 +218,14 @@ impl<'a> Prober<'a> {
             },
             IcmpMessage::TooBig(most) => EchoResult::TooBig(Some(most)),
         };
-        if let Some(flight) = self.flights.answer(echo, answer) {
-            self.land(flight, now);
+        if let Some(result) = self.flights.answer(echo, answer) {
+            self.land(result, now);
         }
     }
 
     /// Takes in the answers to a probe.
-    fn land(&mut self, (id, answers): (PathId, EchoReplies), now: Instant) {
+    fn land(&mut self, result: ProbeResult, now: Instant) {
+        let ProbeResult { path: id, answers } = result;
         let Some((outcome, change)) = self.paths.record(&id, &answers, now) else { return };
         self.agenda.note(id, outcome, now);
         if let Some(change) = change {

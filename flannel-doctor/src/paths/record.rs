@@ -93,7 +93,8 @@ impl Record {
             if self.mtu.is_some() && self.passed < CONFIRM {
                 return (Outcome::Lost, None);
             }
-            (self.mtu, self.passed) = (None, 0);
+            self.mtu = None;
+            self.passed = 0;
             let worked = self.fault.take().map(|_| Change::Works);
             return (Outcome::Settled, worked);
         };
@@ -158,8 +159,8 @@ impl Record {
 
     /// Whether only packets are lost that are larger than the MTU of the route.
     pub(crate) fn is_lowered(&self) -> bool {
-        let full = |failing: &Failing| failing.fault == Fault::FullSizeLost;
-        self.mtu.is_some() && self.fault.as_deref().is_some_and(full)
+        self.mtu.is_some()
+            && self.fault.as_deref().is_some_and(|failing| failing.fault == Fault::FullSizeLost)
     }
 
     /// Whether packets of the size of the route's MTU are lost too.

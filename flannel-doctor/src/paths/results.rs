@@ -209,15 +209,18 @@ impl Paths {
     /// longest ago.
     pub(crate) fn to_examine(&self, now: Instant) -> Option<PathId> {
         let mut table = self.table();
-        let due = |id: &PathId| {
-            let record = table.records.get(id)?;
-            let examined = record.fault.as_ref()?.examined;
-            let pause = if record.is_narrower() { EXAMINE_NARROWER } else { EXAMINE_AGAIN };
-            let is_due = examined.is_none_or(|at| now.duration_since(at) >= pause);
-            is_due.then_some((examined, *id))
-        };
         // `None` is the least.
-        let (_, id) = table.failing.iter().filter_map(due).min()?;
+        let (_, id) = table
+            .failing
+            .iter()
+            .filter_map(|id| {
+                let record = table.records.get(id)?;
+                let examined = record.fault.as_ref()?.examined;
+                let pause = if record.is_narrower() { EXAMINE_NARROWER } else { EXAMINE_AGAIN };
+                let is_due = examined.is_none_or(|at| now.duration_since(at) >= pause);
+                is_due.then_some((examined, *id))
+            })
+            .min()?;
         table.records.get_mut(&id)?.fault.as_mut()?.examined = Some(now);
         Some(id)
     }
@@ -268,8 +271,11 @@ impl Table {
         if !std::mem::take(&mut self.is_stale) {
             return;
         }
-        let of = |(id, record): (&PathId, &Record)| Some((id.peer.family(id.family)?, record.mtu?));
-        let mtus: BTreeMap<Subnet, u16> = self.records.iter().filter_map(of).collect();
+        let mtus: BTreeMap<Subnet, u16> = self
+            .records
+            .iter()
+            .filter_map(|(id, record)| Some((id.peer.family(id.family)?, record.mtu?)))
+            .collect();
         self.mtus.send_if_modified(|before| {
             let differs = **before != mtus;
             *before = Arc::new(mtus);
@@ -436,7 +442,8 @@ mod tests {
 
     #[test]
     fn a_path_that_is_gone_has_no_mtu() {
-        let (paths, family) = (lossy(), Family::V4);
+        let paths = lossy();
+        let family = Family::V4;
         let mtus = paths.mtus();
         examine(&paths, family, Some(1350));
         paths.publish();

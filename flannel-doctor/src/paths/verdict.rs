@@ -100,8 +100,8 @@ mod tests {
     #[test]
     fn faults_are_told_apart() {
         let reply = || EchoResult::Reply(Duration::from_millis(1));
-        let (lost, unsent) =
-            (|| EchoResult::Nothing, || EchoResult::NotSent("unreachable".to_owned()));
+        let lost = || EchoResult::Nothing;
+        let unsent = || EchoResult::NotSent("unreachable".to_owned());
         for (small, full, public, fault) in [
             (reply(), reply(), Some(reply()), None),
             (reply(), reply(), Some(lost()), None),

@@ -46,7 +46,8 @@ fn wg(args: &str) {
 
 /// Adds the other end to the end `n`, without a memory of earlier handshakes.
 fn peer(n: usize) {
-    let (other, key) = (1 - n, KEYS[1 - n].1);
+    let other = 1 - n;
+    let key = KEYS[1 - n].1;
     wg(&format!("peer {key} remove"));
     wg(&format!(
         "peer {key} preshared-key /run/psk allowed-ips 10.1.{other}.0/24 endpoint \

@@ -24,7 +24,8 @@ const MACS: [&str; 2] = ["0a:00:00:00:00:01", "0a:00:00:00:00:02"];
 
 /// Makes the host with this number: an uplink `eth0` and a tunnel to the other one.
 fn host(n: usize) {
-    let (own, other) = (n + 1, 2 - n);
+    let own = n + 1;
+    let other = 2 - n;
     for args in [
         "link set lo up".to_owned(),
         format!("addr add 192.0.2.{own}/24 dev eth0"),
@@ -93,15 +94,17 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Waits until the path of a peer in a family has a state, and returns it.
 async fn until(paths: &Paths, key: &str, family: &str, state: PathState) -> PathReport {
     let of_peer = |path: &PathReport| path.key.starts_with(key) && path.family == family;
-    let found = async || {
-        paths
-            .report(Deployment::Systemd)
-            .into_iter()
-            .find(|path| of_peer(path) && path.state == state)
-    };
-    let otherwise =
-        || format!("{key} {family} is not {state}: {:#?}", paths.report(Deployment::Systemd));
-    eventually_async(PATIENCE, found, otherwise).await
+    eventually_async(
+        PATIENCE,
+        async || {
+            paths
+                .report(Deployment::Systemd)
+                .into_iter()
+                .find(|path| of_peer(path) && path.state == state)
+        },
+        || format!("{key} {family} is not {state}: {:#?}", paths.report(Deployment::Systemd)),
+    )
+    .await
 }
 
 #[test]
@@ -117,7 +120,8 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
         status.leases = LeaseSet::from_iter([lease(1), lease(2), lease(9)]);
         let (network, receiver) = watch::channel(Arc::new(status));
         let handle = NetworkHandle::new(lease(1), 1430, receiver);
-        let (settings, paths) = (settings(), Paths::new(Duration::from_secs(300)));
+        let settings = settings();
+        let paths = Paths::new(Duration::from_secs(300));
         let checks = async {
             for family in ["IPv4", "IPv6"] {
                 let works = until(&paths, "10.1.2.0", family, PathState::Ok).await;
@@ -142,8 +146,10 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
             until(&paths, "10.1.2.0", "IPv6", PathState::FullSizeLost).await;
             // The examination finds the size: 1400 bytes without the header of the tunnel.
             let passes = async || {
-                let of_v4 = |path: PathReport| path.passes.filter(|_| path.family == "IPv4");
-                paths.report(Deployment::Systemd).into_iter().find_map(of_v4)
+                paths
+                    .report(Deployment::Systemd)
+                    .into_iter()
+                    .find_map(|path| path.passes.filter(|_| path.family == "IPv4"))
             };
             let otherwise = || format!("no size: {:#?}", paths.report(Deployment::Systemd));
             assert_eq!(eventually_async(PATIENCE, passes, otherwise).await, 1350);
@@ -162,10 +168,11 @@ fn faults_of_a_real_tunnel_are_told_apart_and_pass() {
             network.send_modify(|status| {
                 Arc::make_mut(status).leases = LeaseSet::from_iter([lease(1)]);
             });
-            let gone = async || paths.report(Deployment::Systemd).is_empty();
-            eventually_async(PATIENCE, gone, || {
-                format!("{:#?}", paths.report(Deployment::Systemd))
-            })
+            eventually_async(
+                PATIENCE,
+                async || paths.report(Deployment::Systemd).is_empty(),
+                || format!("{:#?}", paths.report(Deployment::Systemd)),
+            )
             .await;
         };
         tokio::select! {
@@ -191,7 +198,8 @@ fn a_path_has_an_mtu_until_full_size_passes() {
         status.leases = LeaseSet::from_iter([lease(1), lease(2)]);
         let (_network, receiver) = watch::channel(Arc::new(status));
         let handle = NetworkHandle::new(lease(1), 1430, receiver);
-        let (settings, paths) = (settings(), Paths::new(Duration::from_secs(300)));
+        let settings = settings();
+        let paths = Paths::new(Duration::from_secs(300));
         let mut mtus = paths.mtus();
         let checks = async {
             for (family, route, mtu) in [
@@ -262,8 +270,11 @@ async fn seen_there(far: &Arc<Netns>) -> Vec<(Family, Vec<u8>)> {
     let mut seen = Vec::new();
     for family in Family::BOTH {
         let far = Arc::clone(far);
-        let listen = move || RawIcmp::open(family == Family::V6).next_echo(PATIENCE);
-        let echo = spawn_blocking(move || far.run(listen)).await.unwrap();
+        let echo = spawn_blocking(move || {
+            far.run(move || RawIcmp::open(family == Family::V6).next_echo(PATIENCE))
+        })
+        .await
+        .unwrap();
         seen.push((family, echo.unwrap().icmp));
     }
     seen
@@ -272,7 +283,8 @@ async fn seen_there(far: &Arc<Netns>) -> Vec<(Family, Vec<u8>)> {
 #[test]
 fn a_pod_that_forges_answers_changes_no_path() {
     in_netns_async(async || {
-        let (far, pods) = (Arc::new(Netns::new().unwrap()), Arc::new(Netns::new().unwrap()));
+        let far = Arc::new(Netns::new().unwrap());
+        let pods = Arc::new(Netns::new().unwrap());
         let file = far.path();
         ip(&format!("link add eth0 type veth peer name eth0 netns {}", file.display()));
         host(0);
@@ -282,7 +294,8 @@ fn a_pod_that_forges_answers_changes_no_path() {
         status.leases = LeaseSet::from_iter([lease(1), lease(2)]);
         let (_network, receiver) = watch::channel(Arc::new(status));
         let handle = NetworkHandle::new(lease(1), 1430, receiver);
-        let (settings, paths) = (settings(), Paths::new(Duration::from_secs(300)));
+        let settings = settings();
+        let paths = Paths::new(Duration::from_secs(300));
         let mut mtus = paths.mtus();
         let over = Over::default();
         let both = async |state| {
@@ -292,7 +305,8 @@ fn a_pod_that_forges_answers_changes_no_path() {
         };
         let checks = async {
             for (family, echo) in seen_there(&far).await {
-                let (pods, over) = (Arc::clone(&pods), Arc::clone(&over.0));
+                let pods = Arc::clone(&pods);
+                let over = Arc::clone(&over.0);
                 let flood = flood(family, echo);
                 spawn_blocking(move || pods.run(|| flood.run(1290, &over)));
             }
@@ -308,10 +322,11 @@ fn a_pod_that_forges_answers_changes_no_path() {
                 paths.report(Deployment::Systemd).into_iter().map(|path| (path.state, path.probed))
             };
             let (_, before) = of().unzip::<_, _, Vec<_>, Vec<_>>();
-            let probed_again = async || of().zip(&before).all(|((_, at), before)| at > *before);
-            eventually_async(PATIENCE, probed_again, || {
-                format!("{:#?}", paths.report(Deployment::Systemd))
-            })
+            eventually_async(
+                PATIENCE,
+                async || of().zip(&before).all(|((_, at), before)| at > *before),
+                || format!("{:#?}", paths.report(Deployment::Systemd)),
+            )
             .await;
             assert!(
                 of().all(|(state, _)| state == PathState::TunnelBlocked),
@@ -372,8 +387,8 @@ fn a_path_whose_echoes_cannot_be_sent_is_probed_again() {
             mtu: Some(1500),
             ..Network::default()
         };
-        let (interval, doctor_port) = (Duration::from_secs(300), 0);
-        let settings = ProbeSettings { interval, doctor_port, network };
+        let interval = Duration::from_secs(300);
+        let settings = ProbeSettings { interval, doctor_port: 0, network };
         let paths = Paths::new(interval);
         let checks = async {
             for _ in 0..2 {

@@ -17,7 +17,7 @@ use flannel_core::object::{Change, Object, Record};
 use flannel_core::remedy::Trouble;
 use flannel_core::runtime::lock;
 use flannel_core::{Remedy, Subnet};
-use flannel_netlink::netfilter::{NetfilterEvents, NetfilterMessage, NetfilterSocket};
+use flannel_netlink::netfilter::{NetfilterEvents, NetfilterSocket};
 use flannel_netlink::nftables::{Batches, GROUP, Table, at_one_moment};
 use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
 
@@ -66,9 +66,9 @@ pub struct Guard {
 struct Kernel {
     tag: u8,
     socket: Option<NetfilterSocket>,
-    /// The table as this keeper left it; `None`: it must be read.
+    /// The table as this keeper left it, or `None` if it must be read.
     placed: Option<Option<Found>>,
-    /// The values of the table at the last look or change, without peers; `None`: there was no
+    /// The values of the table at the last look or change, without peers. `None` if there was no
     /// table.
     frame: Option<Sources>,
     counts: Counts,
@@ -80,9 +80,9 @@ struct Kernel {
 struct Counts {
     /// Whether they were dropped.
     drops: bool,
-    /// Those of earlier rules.
+    /// The packets that earlier rules counted.
     before: BTreeMap<&'static str, u64>,
-    /// Those of the rules that are in place, at the last look.
+    /// The packets that the rules in place had counted at the last look.
     seen: BTreeMap<&'static str, u64>,
 }
 
@@ -94,13 +94,13 @@ impl Counts {
         counted: BTreeMap<&'static str, u64>,
     ) -> BTreeMap<&'static str, u64> {
         if self.drops != drops {
-            // Those that were dropped and those that were only counted are not one number.
+            // Dropped packets and packets that were only counted have separate counts.
             *self = Self { drops, ..Self::default() };
         }
-        let is_less = |(reason, packets): (&&'static str, &u64)| {
-            self.seen.get(reason).is_some_and(|seen| packets < seen)
-        };
-        if counted.iter().any(is_less) {
+        let are_new = counted
+            .iter()
+            .any(|(reason, packets)| self.seen.get(reason).is_some_and(|seen| packets < seen));
+        if are_new {
             // Another program has reset them.
             self.begin_anew();
         }
@@ -306,14 +306,17 @@ impl Kernel {
         }
     }
 
-    /// The table as it was at one moment; `None`: there is none. A difference from the expected
+    /// The table as it was at one moment, or `None` without a table. A difference from the expected
     /// table must be there twice: the kernel leaves elements out of a set that it resizes.
     fn read(&mut self, table: &Table<'_>) -> Result<Option<Found>, KernelError> {
         let tag = self.tag;
         let mut last = None;
         for _ in 0..TRIES {
-            let read = |socket: &mut NetfilterSocket| Sources::read(socket, table, tag);
-            let found = at_one_moment(self.socket()?, |error| error, read)?;
+            let found = at_one_moment(
+                self.socket()?,
+                |error| error,
+                |socket| Sources::read(socket, table, tag),
+            )?;
             let is_expected = match &self.placed {
                 Some(placed) => *placed == found,
                 None => found.as_ref().is_none_or(|found| found.is_intact),
@@ -378,17 +381,16 @@ impl RecordKeeper for Guard {
 
 impl Guard {
     fn records_of(&self, Found { sources, is_intact }: &Found) -> Vec<Record> {
-        let of_end = |end: &TunnelEnd| {
+        let ends = sources.ends.values().map(|end| {
             let record = self.tunnel(end);
-            let changed = || format!("{}{CHANGED}", record.data());
             // It differs, so that the engine puts it, which repairs the table.
             if *is_intact {
                 record
             } else {
-                Record::new(self.name, record.subnet, changed()).put_last()
+                Record::new(self.name, record.subnet, format!("{}{CHANGED}", record.data()))
+                    .put_last()
             }
-        };
-        let ends = sources.ends.values().map(of_end);
+        });
         ends.chain(sources.peers.iter().map(|(subnet, node)| self.peer(*subnet, *node))).collect()
     }
 
@@ -447,7 +449,7 @@ impl Guard {
 /// Changes of the table by other programs.
 struct Events {
     table: Arc<str>,
-    /// `None`: the kernel has no netfilter.
+    /// `None` if the kernel has no netfilter.
     events: Option<NetfilterEvents>,
 }
 
@@ -455,9 +457,8 @@ struct Events {
 impl Changes for Events {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
         let table = table_named(&self.table);
-        let concerns = |message: &NetfilterMessage<'_>| table.is_changed_by(message);
         match &mut self.events {
-            Some(events) => events.changed(concerns).await?,
+            Some(events) => events.changed(|message| table.is_changed_by(message)).await?,
             None => std::future::pending().await,
         }
         Ok(Invalidation::Everything)

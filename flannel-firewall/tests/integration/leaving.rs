@@ -51,11 +51,13 @@ async fn switching_removes_the_other_modes_rules(fixture: Fixture, kind: Kind) {
         let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
         running.until(|status| status.old_rules_gone).await;
         let ours = fixture.tools.ours_seen();
-        let is_of_kind = |line: &String| match kind {
-            Kind::Nftables => line.contains("table ip"),
-            Kind::IptablesNft | Kind::IptablesLegacy => line.contains(&format!("{kind:?}")),
-        };
-        assert!(ours.iter().all(is_of_kind), "{other:?} to {kind:?}: {ours:#?}");
+        assert!(
+            ours.iter().all(|line| match kind {
+                Kind::Nftables => line.contains("table ip"),
+                Kind::IptablesNft | Kind::IptablesLegacy => line.contains(&format!("{kind:?}")),
+            }),
+            "{other:?} to {kind:?}: {ours:#?}"
+        );
         assert_eq!(ours.len(), if kind == Kind::Nftables { 2 } else { 24 }, "{ours:#?}");
         assert_eq!(fixture.tools.foreign_seen(), before, "{other:?} to {kind:?}");
         for family in Family::BOTH {
@@ -179,8 +181,10 @@ fn the_rules_of_a_family_that_is_no_longer_desired_are_removed() {
                     running.want(only_v4.clone()).await;
                 }
                 let ours = fixture.tools.ours_seen();
-                let is_of_v6 = |line: &String| line.contains("IPv6") || line.contains("ip6");
-                assert!(!ours.iter().any(is_of_v6), "{kind:?} {while_away}: {ours:#?}");
+                assert!(
+                    !ours.iter().any(|line| line.contains("IPv6") || line.contains("ip6")),
+                    "{kind:?} {while_away}: {ours:#?}"
+                );
                 assert!(!ours.is_empty());
                 running.stop().await;
             }

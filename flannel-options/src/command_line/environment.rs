@@ -31,7 +31,7 @@ fn warning(name: &str, known: &[String]) -> Option<String> {
     }
     let own_parts = known.iter().filter_map(|known| known.strip_prefix(PREFIX));
     let right = nearest(name.strip_prefix(PREFIX)?, own_parts)?;
-    // Not the value, which may be a password.
+    // The message does not have the value, which may be a password.
     Some(format!(
         "{name} in the environment has no effect, because no option has this variable; expected \
          {PREFIX}{right}"

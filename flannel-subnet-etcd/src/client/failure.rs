@@ -14,6 +14,7 @@ pub(crate) struct Failure {
     pub(crate) text: String,
     /// The cause, as far as an operator can remove it.
     pub(crate) cause: StoreFailure,
+    meaning: Option<Meaning>,
 }
 
 /// When another attempt may succeed.
@@ -29,6 +30,47 @@ pub(crate) enum Retry {
     Never,
 }
 
+/// What a text of etcd or of its connection means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Meaning {
+    NoPermission,
+    WrongPassword,
+    /// etcd requires a user, and the request has none.
+    UserRequired,
+    InvalidToken,
+    /// Users or roles were changed after the token was issued.
+    OldToken,
+    /// A member that will be able to answer later.
+    NotYetAble,
+    NoSpace,
+    ConnectionClosed,
+}
+
+impl Meaning {
+    /// The meaning of a text. This is the only function that reads the texts of etcd's failures.
+    ///
+    /// No type has these facts. etcd uses one gRPC code for several errors, such as
+    /// `InvalidArgument` for a wrong password and for a request without a user. tonic gives the
+    /// failure of a connection as a boxed error of hyper or h2, which are not part of its API, and
+    /// h2 does not expose the I/O error in it.
+    fn of(text: &str) -> Option<Self> {
+        let texts = [
+            ("etcdserver: permission denied", Self::NoPermission),
+            ("authentication failed", Self::WrongPassword),
+            ("user name is empty", Self::UserRequired),
+            ("auth token", Self::InvalidToken),
+            ("auth store is old", Self::OldToken),
+            ("learner", Self::NotYetAble),
+            ("not capable", Self::NotYetAble),
+            ("database space exceeded", Self::NoSpace),
+            ("connection closed", Self::ConnectionClosed),
+            ("broken pipe", Self::ConnectionClosed),
+            ("reset", Self::ConnectionClosed),
+        ];
+        texts.into_iter().find(|(part, _)| text.contains(part)).map(|(_, meaning)| meaning)
+    }
+}
+
 impl Failure {
     pub(crate) fn later(text: impl Into<String>) -> Self {
         Self::new(Retry::Later, text)
@@ -42,21 +84,28 @@ impl Failure {
         Self::new(Retry::Never, text)
     }
 
-    /// The texts of etcd and of TLS show the cause, because etcd's client has no type for it.
     fn new(retry: Retry, text: impl Into<String>) -> Self {
         let text = text.into();
-        let cause = if text.contains("database space exceeded") {
-            StoreFailure::QuotaExceeded
-        } else {
-            StoreFailure::of_tls(&text)
+        let meaning = Meaning::of(&text);
+        let cause = match meaning {
+            Some(Meaning::NoSpace) => StoreFailure::QuotaExceeded,
+            _ => StoreFailure::of_tls(&text),
         };
-        Self { retry, text, cause }
+        Self { retry, text, cause, meaning }
+    }
+
+    /// etcd canceled a watch. It wraps the status of a refusal into the reason.
+    pub(crate) fn canceled_watch(reason: &str) -> Self {
+        match Meaning::of(reason) {
+            Some(Meaning::NoPermission | Meaning::UserRequired) => Self::never(reason),
+            Some(Meaning::InvalidToken | Meaning::OldToken) => Self::new_connection(reason),
+            _ => Self::later(format!("it canceled the watch: {reason}")),
+        }
     }
 
     /// Whether an existing connection was closed.
     pub(crate) fn is_hanging_up(&self) -> bool {
-        let signs = ["connection closed", "broken pipe", "reset"];
-        self.retry == Retry::Later && signs.iter().any(|sign| self.text.contains(sign))
+        self.retry == Retry::Later && self.meaning == Some(Meaning::ConnectionClosed)
     }
 
     /// Adds the user and the required permission.
@@ -65,16 +114,21 @@ impl Failure {
             Some(user) => format!("the user {user:?}"),
             None => "a client without a user name".to_owned(),
         };
-        if self.text.contains("permission denied") {
-            self.text = format!("{user} has no permission for the key {key}: {}", self.text);
-        } else if self.text.contains("authentication failed") {
-            self.text = format!("it does not accept {user} with this password: {}", self.text);
-        } else if self.text.contains("user name is empty") {
-            // With a user name, authentication was enabled after this connection was made.
-            if options.username.is_some() {
-                self.retry = Retry::NewConnection;
+        match self.meaning {
+            Some(Meaning::NoPermission) => {
+                self.text = format!("{user} has no permission for the key {key}: {}", self.text);
             }
-            self.text = format!("it requires a user name and a password: {}", self.text);
+            Some(Meaning::WrongPassword) => {
+                self.text = format!("it does not accept {user} with this password: {}", self.text);
+            }
+            Some(Meaning::UserRequired) => {
+                // With a user name, authentication was enabled after this connection was made.
+                if options.username.is_some() {
+                    self.retry = Retry::NewConnection;
+                }
+                self.text = format!("it requires a user name and a password: {}", self.text);
+            }
+            _ => {}
         }
         self
     }
@@ -108,28 +162,24 @@ impl From<Error> for Failure {
 /// When to retry after a status. etcd uses `Unknown` and `Internal` for failures between its
 /// members.
 fn retry(code: Code, message: &str) -> Retry {
-    let says = |texts: &[&str]| texts.iter().any(|text| message.contains(text));
-    match code {
+    match (Meaning::of(message), code) {
         // All members give the same answer about our user.
-        _ if says(&[
-            "etcdserver: permission denied",
-            "authentication failed",
-            "user name is empty",
-        ]) =>
-        {
+        (Some(Meaning::NoPermission | Meaning::WrongPassword | Meaning::UserRequired), _) => {
             Retry::Never
         }
-        // A member that will be able to answer later.
-        _ if says(&["learner", "not capable"]) => Retry::Later,
-        Code::Unauthenticated => Retry::NewConnection,
-        // Users or roles were changed after the token was issued.
-        Code::InvalidArgument if message.contains("auth store is old") => Retry::NewConnection,
-        Code::InvalidArgument
-        | Code::PermissionDenied
-        | Code::Unimplemented
-        | Code::FailedPrecondition
-        | Code::AlreadyExists
-        | Code::NotFound => Retry::OtherEndpoint,
+        (Some(Meaning::NotYetAble), _) => Retry::Later,
+        (_, Code::Unauthenticated) | (Some(Meaning::OldToken), Code::InvalidArgument) => {
+            Retry::NewConnection
+        }
+        (
+            _,
+            Code::InvalidArgument
+            | Code::PermissionDenied
+            | Code::Unimplemented
+            | Code::FailedPrecondition
+            | Code::AlreadyExists
+            | Code::NotFound,
+        ) => Retry::OtherEndpoint,
         _ => Retry::Later,
     }
 }
@@ -189,7 +239,8 @@ fn certificate_failure(chain: &str) -> Option<String> {
         .map(|text| format!("it does not use TLS; http:// may be the right scheme: {text}"))
 }
 
-/// Whether etcd answered with an error that contains `text`.
+/// Whether etcd answered with an error that contains `text`. etcd uses the gRPC code of such an
+/// error for others too.
 pub(crate) fn says(error: &Error, text: &str) -> bool {
     matches!(error, Error::GRpcStatus(status) if status.message().contains(text))
 }
@@ -246,6 +297,36 @@ mod tests {
             assert!(text.contains(says), "{text}");
         }
         assert_eq!(certificate_failure("tcp connect error: Connection refused"), None);
+    }
+
+    #[test]
+    fn a_closed_connection_is_told_from_other_failures() {
+        for (text, expected) in [
+            ("connection closed", true),
+            ("stream closed because of a broken pipe", true),
+            ("Connection reset by peer (os error 104)", true),
+            ("etcdserver: leader changed", false),
+            ("no answer within 2s", false),
+        ] {
+            assert_eq!(Failure::later(text).is_hanging_up(), expected, "{text}");
+            assert!(!Failure::never(text).is_hanging_up(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_canceled_watch_is_retried_unless_the_user_is_refused() {
+        for (reason, retry) in [
+            (
+                "rpc error: code = PermissionDenied desc = etcdserver: permission denied",
+                Retry::Never,
+            ),
+            ("etcdserver: user name is empty", Retry::Never),
+            ("etcdserver: invalid auth token", Retry::NewConnection),
+            ("etcdserver: revision of auth store is old", Retry::NewConnection),
+            ("", Retry::Later),
+        ] {
+            assert_eq!(Failure::canceled_watch(reason).retry, retry, "{reason}");
+        }
     }
 
     #[test]

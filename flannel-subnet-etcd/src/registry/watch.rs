@@ -80,7 +80,7 @@ impl EtcdWatch {
                     .await?
                     .ok_or_else(|| Failure::later("it ended the watch at once"))?;
                 if created.canceled() && created.compact_revision() == 0 {
-                    return Err(canceled(&created));
+                    return Err(Failure::canceled_watch(created.cancel_reason()));
                 }
                 Ok((stream, created))
             }
@@ -131,18 +131,6 @@ impl EtcdWatch {
             })
             .collect();
         Some(Batch { events, revision: last.map_or(known, revision) })
-    }
-}
-
-/// Why etcd canceled a watch. etcd wraps the status of a refusal into the reason.
-fn canceled(response: &WatchResponse) -> Failure {
-    let reason = response.cancel_reason();
-    if reason.contains("permission denied") || reason.contains("user name is empty") {
-        Failure::never(reason)
-    } else if reason.contains("auth token") || reason.contains("auth store is old") {
-        Failure::new_connection(reason)
-    } else {
-        Failure::later(format!("it canceled the watch: {reason}"))
     }
 }
 

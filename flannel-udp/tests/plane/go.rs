@@ -231,12 +231,15 @@ fn a_node_behind_nat_is_learned_and_a_stranger_is_not() {
             inject();
             ours.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
             let mut received = [0; 99];
-            let arrived = || {
-                inject();
-                theirs.send_to(b"from NAT", address(1)).unwrap();
-                ours.recv(&mut received).ok()
-            };
-            let len = eventually(PATIENCE, arrived, || format!("{:?}", plane.counts()));
+            let len = eventually(
+                PATIENCE,
+                || {
+                    inject();
+                    theirs.send_to(b"from NAT", address(1)).unwrap();
+                    ours.recv(&mut received).ok()
+                },
+                || format!("{:?}", plane.counts()),
+            );
             assert_eq!(received[..len], *b"from NAT");
             let before = plane.counts();
             assert!(before.learned_node > 0 && before.proofs_requested > 0, "{before:?}");
@@ -249,8 +252,11 @@ fn a_node_behind_nat_is_learned_and_a_stranger_is_not() {
             arrives(ours, theirs, 2, b"the way back is the address of the lease");
             assert_eq!(plane.counts().learned_node - before.learned_node, 50);
             // Another thread may receive from the stranger, and be behind.
-            let refused = || plane.counts().foreign_node - before.foreign_node >= 50;
-            eventually(PATIENCE, refused, || format!("{:?} after {before:?}", plane.counts()));
+            eventually(
+                PATIENCE,
+                || plane.counts().foreign_node - before.foreign_node >= 50,
+                || format!("{:?} after {before:?}", plane.counts()),
+            );
         });
     });
 }

@@ -182,8 +182,10 @@ fn packet(from: u8, to: u8, payload: &[u8]) -> Vec<u8> {
 
 /// The one's complement sum of words.
 fn sum(data: &[u8]) -> u16 {
-    let word = |pair: &[u8]| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |low| u32::from(*low));
-    let mut sum: u32 = data.chunks(2).map(word).sum();
+    let mut sum: u32 = data
+        .chunks(2)
+        .map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |low| u32::from(*low)))
+        .sum();
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }

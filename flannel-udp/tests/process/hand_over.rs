@@ -208,11 +208,14 @@ fn a_process_with_another_protocol_is_ended() {
     for (line, expected) in old.join().unwrap() {
         assert_eq!(line, expected);
     }
-    let answers = || {
-        let mut client = Client::connect(&socket).ok()?;
-        Some((client.process().ok()?, client))
-    };
-    let (process, client) = eventually(PATIENCE, answers, || "no answer");
+    let (process, client) = eventually(
+        PATIENCE,
+        || {
+            let mut client = Client::connect(&socket).ok()?;
+            Some((client.process().ok()?, client))
+        },
+        || "no answer",
+    );
     assert_eq!((process.version, process.pid), (VERSION, new.id()));
     client.end().unwrap();
     assert!(eventually(PATIENCE, || new.try_wait().unwrap(), || "it goes on").success());

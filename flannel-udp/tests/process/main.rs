@@ -139,8 +139,11 @@ fn set_up_device() {
 /// Waits until the kernel has noticed, on a thread of its own, that the device has a process again.
 /// Until then it drops what is sent there.
 fn wait_for_device() {
-    let carrier = || !ip("-br link show flannel0").contains("NO-CARRIER");
-    eventually(PATIENCE, carrier, || ip("link show flannel0"));
+    eventually(
+        PATIENCE,
+        || !ip("-br link show flannel0").contains("NO-CARRIER"),
+        || ip("link show flannel0"),
+    );
 }
 
 /// Sends packets to a pod of no peer.
@@ -273,14 +276,17 @@ fn a_full_buffer_drops_packets_and_does_not_delay_the_end() {
         process.client().ask(&Request::Start(options.clone())).unwrap();
         set_up_device();
         let socket = UdpSocket::bind("10.1.7.0:0").unwrap();
-        let failed = || {
-            // Each fills the buffer by 1 KiB.
-            for _ in 0..1000 {
-                let _ = socket.send_to(&[0; 1000], "10.1.8.2:5000");
-            }
-            process.status().counts.send_failed > 0
-        };
-        eventually(PATIENCE, failed, || "the buffer is never full");
+        eventually(
+            PATIENCE,
+            || {
+                // Each fills the buffer by 1 KiB.
+                for _ in 0..1000 {
+                    let _ = socket.send_to(&[0; 1000], "10.1.8.2:5000");
+                }
+                process.status().counts.send_failed > 0
+            },
+            || "the buffer is never full",
+        );
         process.client().ask(&Request::Stop(options)).unwrap();
         assert!(process.ended().success());
     });
@@ -307,14 +313,17 @@ fn an_idle_process_does_not_wake_up() {
         send_without_peer(1);
         let pid = process.child.id();
         let mut last = (switches(pid), Instant::now());
-        let quiet = || {
-            let now = switches(pid);
-            if now != last.0 {
-                last = (now, Instant::now());
-            }
-            // Longer than the time until the counts are saved.
-            last.1.elapsed() >= Duration::from_secs(3)
-        };
-        eventually(PATIENCE, quiet, || "it wakes up");
+        eventually(
+            PATIENCE,
+            || {
+                let now = switches(pid);
+                if now != last.0 {
+                    last = (now, Instant::now());
+                }
+                // Longer than the time until the counts are saved.
+                last.1.elapsed() >= Duration::from_secs(3)
+            },
+            || "it wakes up",
+        );
     });
 }

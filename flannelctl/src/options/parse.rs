@@ -69,7 +69,7 @@ impl Ctl {
         let flag = set("FLANNELD_KUBE_SUBNET_MGR");
         let off =
             |value: &OsString| value.to_str().and_then(|text| go_bool(text).ok()) == Some(false);
-        // Kubernetes sets the first one in each pod, and not for a daemon that is no pod.
+        // Kubernetes sets the first one in each pod, and not for a daemon outside of pods.
         let in_kubernetes =
             set("KUBERNETES_SERVICE_HOST").is_some() || flag.is_some_and(|value| !off(&value));
         let given = |id| matches.value_source(id) == Some(ValueSource::CommandLine);

@@ -14,7 +14,7 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_options::printable::line;
 use flannel_options::state_dir;
-use flannel_route::moving::{BackendUse, NodeBackends};
+use flannel_route::moving::NodeBackends;
 use flannel_route::record_keepers::WithRecordKeepers;
 use flannel_route::{Cleanup, cleanup as remove, ready_for_go, remove_former};
 use flannel_subnet::Cache;
@@ -130,17 +130,19 @@ fn refuse_daemon(client: &Client) -> Result<()> {
 
 /// The earlier pod networks of this host, without the networks of the config.
 fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
-    let is_old = |network: &Subnet| config.pod_networks().all(|current| current != *network);
-    let recorded = state_dir::read_networks(&state_dir::networks(state_dir));
-    recorded.into_iter().filter(is_old).collect()
+    let mut recorded = state_dir::read_networks(&state_dir::networks(state_dir));
+    recorded.retain(|network| config.pod_networks().all(|current| current != *network));
+    recorded
 }
 
 /// The config with each backend that the host ran last. During a move there are several.
 fn moved(state_dir: &Path, config: &Config) -> Vec<Config> {
     let text = state_dir::read(&state_dir::backends(state_dir)).ok().flatten();
     let backends = text.and_then(|text| NodeBackends::parse(&text).ok()).unwrap_or_default();
-    let with = |usage: &BackendUse| Config { backend: usage.backend.clone(), ..config.clone() };
-    backends.iter().map(with).collect()
+    backends
+        .iter()
+        .map(|usage| Config { backend: usage.backend.clone(), ..config.clone() })
+        .collect()
 }
 
 /// The changes that were made, or are planned with `--dry-run`, and the failures.
@@ -227,7 +229,8 @@ impl Account {
         for object in &self.unknown {
             text += &line(&format!("not removed: {object}"));
         }
-        let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
+        let verb = if dry_run { "would be made" } else { "made" };
+        let count = self.done.len();
         text += &match (count, self.failed.len()) {
             (0, 0) if !self.unknown.is_empty() => {
                 "nothing else of flannel is there to change\n".to_owned()

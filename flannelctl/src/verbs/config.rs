@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::options::ConfigVerb;
 use crate::terminal::{Style, Terminal};
 use crate::{Context, Output};
+use mistakes::Refusal;
 use trial::Trial;
 
 /// Runs a verb of `config`.
@@ -56,7 +57,8 @@ async fn check_verb(context: Context<'_>, file: Option<&Path>) -> Result<Output>
         encryption::describe(&mut output, &config, &types, backends, terminal);
     }
     if let Some(registry) = registry {
-        add_others(&mut output, &*registry, (&config, None, backends), terminal).await?;
+        let change = ConfigChange { config: &config, used: None };
+        add_others(&mut output, &*registry, change, backends, terminal).await?;
     }
     Ok(output)
 }
@@ -75,8 +77,8 @@ async fn set(context: Context<'_>, file: &Path, force: bool) -> Result<Output> {
         Err(CoreError::NoConfig { .. }) => None,
         Err(error) => return Err(error.into()),
     };
-    let new = (text.text, &mistakes[..]);
-    let written = write(&*registry, seen.as_ref(), new, (backends, terminal)).await;
+    let new = NewConfig { seen: seen.as_ref(), text: text.text, mistakes: &mistakes };
+    let written = write(&*registry, new, backends, terminal).await;
     with_trial(written, trial, terminal)
 }
 
@@ -93,8 +95,8 @@ async fn patch_verb(context: Context<'_>, patch: &str, force: bool) -> Result<Ou
     // A patch may leave a mistake that daemons accept, and repair something else.
     let is_usable = validate(&text, backends).is_ok();
     accept(if is_usable { &caused } else { &all }, force)?;
-    let new = (text, &all[..]);
-    let written = write(&*registry, Some(&seen), new, (backends, terminal)).await;
+    let new = NewConfig { seen: Some(&seen), text, mistakes: &all };
+    let written = write(&*registry, new, backends, terminal).await;
     with_trial(written, trial, terminal)
 }
 
@@ -133,14 +135,22 @@ fn accept(mistakes: &[String], force: bool) -> Result<()> {
     Err(Error::Lines(mistakes.iter().cloned().chain([note.to_owned()]).collect()))
 }
 
-/// Writes a config with these mistakes, unless the config in the store has changed since it was
-/// read.
+/// A config to write.
+struct NewConfig<'a> {
+    /// The config in the store, as it was read, or `None` if the store has none.
+    seen: Option<&'a ConfigText>,
+    text: String,
+    mistakes: &'a [String],
+}
+
+/// Writes a config, unless the config in the store has changed since it was read.
 async fn write(
     registry: &dyn Registry,
-    seen: Option<&ConfigText>,
-    (text, mistakes): (String, &[String]),
-    (backends, terminal): (&Backends, &Terminal),
+    new: NewConfig<'_>,
+    backends: &Backends,
+    terminal: &Terminal,
 ) -> Result<Output> {
+    let NewConfig { seen, text, mistakes } = new;
     let text = ConfigText { location: registry.to_string(), text };
     let result = match seen {
         Some(seen) if seen.text == text.text => "unchanged: the store has this config already",
@@ -165,7 +175,8 @@ async fn write(
                 let types = encryption::of_store(registry).await;
                 encryption::describe(&mut output, &config, &types, backends, terminal);
             }
-            add_others(&mut output, registry, (&config, used.as_ref(), backends), terminal).await?;
+            let change = ConfigChange { config: &config, used: used.as_ref() };
+            add_others(&mut output, registry, change, backends, terminal).await?;
             output
         }
         Err(_) => {
@@ -181,14 +192,23 @@ async fn write(
     Ok(output)
 }
 
+/// A config, and the config before it.
+struct ConfigChange<'a> {
+    config: &'a Config,
+    /// `None` if it is not known or did not change.
+    used: Option<&'a Config>,
+}
+
 /// Adds the number of leases that do not offer the backend of the config, and the effect of a move
-/// to it. `used` is the config before; `None`: it is not known or the same.
+/// to it.
 async fn add_others(
     output: &mut Output,
     registry: &dyn Registry,
-    (config, used, backends): (&Config, Option<&Config>, &Backends),
+    change: ConfigChange<'_>,
+    backends: &Backends,
     terminal: &Terminal,
 ) -> Result<()> {
+    let ConfigChange { config, used } = change;
     let mut others = BTreeMap::<String, usize>::new();
     let lease_type = backends.lease_type(config);
     for entry in registry.list().await?.entries {
@@ -321,14 +341,13 @@ fn read(file: &Path) -> Result<ConfigText> {
 /// Checks a config as a daemon does, but not against this node.
 fn check(text: &ConfigText, backends: &Backends) -> Result<Config> {
     validate(&text.text, backends)
-        .map_err(|error| Error::Refused(format!("{}: {error}", text.location)))
+        .map_err(|refusal| Error::Refused(format!("{}: {}", text.location, refusal.text)))
 }
 
 /// Checks the config, the backend's options, and whether they suit the enabled families.
-fn validate(text: &str, backends: &Backends) -> std::result::Result<Config, String> {
-    let config = Config::parse(text).map_err(|error| error.to_string())?;
-    let backend = backends.find(&config.backend.kind).map_err(|error| error.to_string())?;
-    backend.validate(&config, None).map_err(|error| error.to_string())?;
+fn validate(text: &str, backends: &Backends) -> std::result::Result<Config, Refusal> {
+    let config = Config::parse(text)?;
+    backends.find(&config.backend.kind)?.validate(&config, None)?;
     Ok(config)
 }
 
@@ -337,18 +356,18 @@ fn describe(config: &Config, text: &ConfigText, done: &str, terminal: &Terminal)
     let mut out = terminal.field("ok", Style::Good, &format!("{}: {headline}", text.location));
     let mut networks = Vec::new();
     for (family, pod) in config.networks.iter() {
-        let (from, to, count) = (pod.min, pod.max, pod.subnets());
+        let count = pod.subnets();
         out += &terminal.field(
             &family.to_string(),
             Style::Bold,
-            &format!("{}, split into {count} subnets from {from} to {to}", pod.network),
+            &format!("{}, split into {count} subnets from {} to {}", pod.network, pod.min, pod.max),
         );
         networks.push(json!({
             "family": family.to_string(),
             "network": pod.network.to_string(),
             "subnet_len": pod.subnet_len,
-            "min": from.to_string(),
-            "max": to.to_string(),
+            "min": pod.min.to_string(),
+            "max": pod.max.to_string(),
             "subnets": u64::try_from(count).unwrap_or(u64::MAX),
         }));
     }
@@ -400,13 +419,15 @@ mod tests {
             let subnets = format!("10.1.{n}.0-24").parse().unwrap();
             registry.create(&subnets, &attrs, None).await.unwrap();
         }
-        let (seen, backends) = (registry.config().await.unwrap(), flannel_backends::all());
+        let seen = registry.config().await.unwrap();
+        let backends = flannel_backends::all();
         let terminal = Terminal { width: 200, colours: false };
         for (text, counts, note) in [
             (text.to_owned(), json!({ "vxlan": 2 }), "of the leases, 2 offer only vxlan; their"),
             (text.replace("host-gw", "vxlan"), json!({ "host-gw": 1 }), "1 offer only host-gw"),
         ] {
-            let written = write(&registry, Some(&seen), (text, &[]), (&backends, &terminal)).await;
+            let new = NewConfig { seen: Some(&seen), text, mistakes: &[] };
+            let written = write(&registry, new, &backends, &terminal).await;
             let output = written.unwrap();
             assert_eq!(output.value["other_offers"], counts);
             assert!(output.text.contains(note), "{}", output.text);
@@ -431,8 +452,8 @@ mod tests {
             let attrs = flannel_core::lease::LeaseAttrs::from_json(&value).unwrap();
             registry.create(&"10.1.7.0-24".parse().unwrap(), &attrs, None).await.unwrap();
             let seen = registry.config().await.unwrap();
-            let new = (config(to), &[][..]);
-            let output = write(&registry, Some(&seen), new, (&backends, &terminal)).await.unwrap();
+            let new = NewConfig { seen: Some(&seen), text: config(to), mistakes: &[] };
+            let output = write(&registry, new, &backends, &terminal).await.unwrap();
             let [part, alone] = parts;
             assert!(output.text.contains(part), "{from} {to}: {}", output.text);
             let words = format!("loses packets: {alone} runs beside no other backend");

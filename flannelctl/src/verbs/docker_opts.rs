@@ -150,14 +150,17 @@ fn options(flags: &DockerFlags, variables: &Variables) -> Result<String> {
 
 /// The variables that plain assignments in the text set in a shell.
 fn assignments(text: &str) -> impl Iterator<Item = (String, String)> {
-    let pair = |line: &str| {
-        let line = line.trim();
-        let (key, value) = line.strip_prefix("export ").unwrap_or(line).split_once('=')?;
-        let quoted =
-            ['"', '\''].iter().find_map(|quote| value.strip_prefix(*quote)?.strip_suffix(*quote));
-        name(key).ok().map(|key| (key, quoted.unwrap_or(value).to_owned()))
-    };
-    text.lines().filter_map(pair).collect::<Vec<_>>().into_iter()
+    text.lines()
+        .filter_map(|line| {
+            let line = line.trim();
+            let (key, value) = line.strip_prefix("export ").unwrap_or(line).split_once('=')?;
+            let quoted = ['"', '\'']
+                .iter()
+                .find_map(|quote| value.strip_prefix(*quote)?.strip_suffix(*quote));
+            name(key).ok().map(|key| (key, quoted.unwrap_or(value).to_owned()))
+        })
+        .collect::<Vec<_>>()
+        .into_iter()
 }
 
 /// The route that sends the subnet to another host, in the kernel's table of IPv4 routes.
@@ -286,7 +289,9 @@ mod tests {
             "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n";
         let table = |dst, gateway, mask| format!("{head}{}", row(dst, gateway, mask));
         let subnet: Subnet = "10.1.74.0/24".parse().unwrap();
-        let (net, gateway, mask) = ([10, 1, 74, 0], [192, 0, 2, 9], [255, 255, 255, 0]);
+        let net = [10, 1, 74, 0];
+        let gateway = [192, 0, 2, 9];
+        let mask = [255, 255, 255, 0];
         let found = routed_away(&table(net, gateway, mask), subnet);
         assert_eq!(found.as_deref(), Some("10.1.74.0/24 via 192.0.2.9 dev eth0"));
         for other in [

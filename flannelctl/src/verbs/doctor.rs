@@ -95,30 +95,39 @@ fn page(examination: &Examination, found: &[Finding], terminal: &Terminal) -> St
         return out;
     }
     out.push('\n');
-    let cell = |address: Option<&AddressReport>, full: bool| match address {
-        None => "-".to_owned(),
-        Some(address) => match if full { &address.full } else { &address.small } {
-            EchoReport { seconds: Some(seconds), .. } => format!("{:.2} ms", seconds * 1000.0),
-            echo => echo.state.to_owned(),
-        },
-    };
-    let row = |peer: &PeerReport| {
-        let each = |make: &dyn Fn(&FamilyReport) -> String| {
-            peer.echoes.iter().map(make).collect::<Vec<_>>()
-        };
-        let cells = vec![
-            peer.subnets.clone(),
-            each(&|echo| cell(echo.tunnel.as_ref(), false)),
-            each(&|echo| cell(echo.tunnel.as_ref(), true)),
-            each(&|echo| echo.segments.as_ref().map_or("-", |segments| segments.passes).to_owned()),
-            each(&|echo| cell(echo.public.as_ref(), false)),
-            each(&|echo| cell(echo.public.as_ref(), true)),
-        ];
-        (Style::Plain, cells)
-    };
-    let rows: Vec<_> = peers.iter().map(row).collect();
+    let rows: Vec<_> = peers.iter().map(peer_row).collect();
     out + &terminal
         .table(&["SUBNET", "TUNNEL", "FULL SIZE", "SEGMENTS", "PUBLIC", "FULL SIZE"], &rows)
+}
+
+/// The echoes of a peer. A cell has a line for each family.
+fn peer_row(peer: &PeerReport) -> (Style, Vec<Vec<String>>) {
+    let each = |cell: fn(&FamilyReport) -> String| peer.echoes.iter().map(cell).collect();
+    let cells = vec![
+        peer.subnets.clone(),
+        each(|echo| small_echo(echo.tunnel.as_ref())),
+        each(|echo| full_echo(echo.tunnel.as_ref())),
+        each(|echo| echo.segments.as_ref().map_or("-", |segments| segments.passes).to_owned()),
+        each(|echo| small_echo(echo.public.as_ref())),
+        each(|echo| full_echo(echo.public.as_ref())),
+    ];
+    (Style::Plain, cells)
+}
+
+fn small_echo(address: Option<&AddressReport>) -> String {
+    address.map_or_else(|| "-".to_owned(), |address| round_trip(&address.small))
+}
+
+fn full_echo(address: Option<&AddressReport>) -> String {
+    address.map_or_else(|| "-".to_owned(), |address| round_trip(&address.full))
+}
+
+/// The round-trip time, or why it is not known.
+fn round_trip(echo: &EchoReport) -> String {
+    match echo.seconds {
+        Some(seconds) => format!("{:.2} ms", seconds * 1000.0),
+        None => echo.state.to_owned(),
+    }
 }
 
 #[cfg(test)]

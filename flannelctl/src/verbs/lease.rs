@@ -224,23 +224,25 @@ fn done(entry: &Entry, what: &str) -> Output {
     Output { text, value, ok: true }
 }
 
-/// `count` reservations: the subnets and the public addresses of each follow those of the last one.
-/// `None`: there are not so many.
+/// `count` reservations: the subnets and the public addresses of each follow the ones of the
+/// reservation before it. `None` if the network or the addresses end before.
 fn range(
     lease: &Subnets,
     public: &Dual<IpAddr>,
     count: u32,
 ) -> Option<Vec<(Subnets, Dual<IpAddr>)>> {
-    let one = |n: u32| {
-        let subnets = lease.iter().map(|subnet| subnet.step(n.into()));
-        let subnets: Option<Vec<Subnet>> = subnets.collect();
-        let address = |_, first: &IpAddr| {
-            Subnet::host(*first).step(n.into()).map(|host| host.base()).ok_or(())
-        };
-        let public = public.try_map(address).ok()?;
-        Some((Subnets::new(subnets?)?, public))
-    };
-    (0..count).map(one).collect()
+    (0..count)
+        .map(|n| {
+            let subnets = lease.iter().map(|subnet| subnet.step(n.into()));
+            let subnets: Option<Vec<Subnet>> = subnets.collect();
+            let public = public
+                .try_map(|_, first| {
+                    Subnet::host(*first).step(n.into()).map(|host| host.base()).ok_or(())
+                })
+                .ok()?;
+            Some((Subnets::new(subnets?)?, public))
+        })
+        .collect()
 }
 
 /// Checks all reservations before it writes the first one.
@@ -291,8 +293,8 @@ fn unnamed(subnets: &Subnets) -> Error {
 
 async fn config(registry: &dyn Registry) -> Result<Config> {
     let text = registry.config().await?;
-    let wrong = |source| CoreError::Config { location: text.location, source };
-    Ok(Config::parse(&text.text).map_err(wrong)?)
+    Ok(Config::parse(&text.text)
+        .map_err(|source| CoreError::Config { location: text.location, source })?)
 }
 
 async fn reserve(
@@ -365,10 +367,12 @@ fn check(config: &Config, subnets: &Subnets) -> Result<()> {
 }
 
 async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Result<Output> {
-    let none = || Error::Refused(format!("{registry} has no lease {subnets}"));
-    let entry = registry.entry(subnets).await?.ok_or_else(none)?;
+    let entry = registry
+        .entry(subnets)
+        .await?
+        .ok_or_else(|| Error::Refused(format!("{registry} has no lease {subnets}")))?;
     if let Some(id) = entry.holder.filter(|_| !force) {
-        // Without the time, the refusal is still the answer.
+        // The release is refused even if the remaining time cannot be read.
         let left = registry.remaining(subnets, id).await.unwrap_or_default();
         return Err(Error::Refused(format!(
             "{subnets} is held by {} with the holder ID {id}, and expires {}: its release makes \
@@ -432,8 +436,7 @@ mod tests {
             LeaseAttrs::from_json(&value).unwrap()
         };
         let range = |from: u8| -> Vec<_> {
-            let one = |n| (key(&format!("10.1.{n}.0/24")).unwrap(), attrs(n));
-            (from..from + 3).map(one).collect()
+            (from..from + 3).map(|n| (key(&format!("10.1.{n}.0/24")).unwrap(), attrs(n))).collect()
         };
         let done = reserve_range(&registry, &backends, range(7)).await.unwrap();
         assert_eq!(
@@ -448,7 +451,8 @@ mod tests {
     #[tokio::test]
     async fn a_release_says_what_the_node_will_do_and_how_to_know_that_it_is_gone() {
         let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16"}"#);
-        let (subnets, ttl) = (key("10.1.7.0/24").unwrap(), Duration::from_secs(86_400));
+        let subnets = key("10.1.7.0/24").unwrap();
+        let ttl = Duration::from_secs(86_400);
         let grant = LeaseGrant { holder: HolderId(0x0a07), ttl };
         let attrs = LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.7"}"#).unwrap();
         registry.create(&subnets, &attrs, Some(grant)).await.unwrap();

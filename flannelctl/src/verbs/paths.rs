@@ -135,7 +135,8 @@ mod tests {
         blocked.repair =
             Some("iptables -I INPUT -p udp --dport 8472 -j ACCEPT # on both hosts".to_owned());
         let mut narrow = path("10.1.9.0-24", PathState::MtuLowered, Some(0.000_512));
-        (narrow.since, narrow.mtu) = (Some(NOW - 7200.0), Some(1350));
+        narrow.since = Some(NOW - 7200.0);
+        narrow.mtu = Some(1350);
         narrow.text = Some(
             "packets of more than 1350 bytes are lost on the path to 10.1.9.0/24: its route has \
              mtu 1350"

@@ -94,8 +94,9 @@ pub(crate) async fn peers(Context { client, global, terminal, .. }: Context<'_>)
 /// a lease with a problem.
 fn peers_page(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     let parts = [tunnel_table(peers, terminal), reasons(peers, terminal)];
-    let add = |page, part: &String| if part.is_empty() { page } else { format!("{page}\n{part}") };
-    parts.iter().fold(peer_table(peers, now, terminal), add)
+    parts.iter().fold(peer_table(peers, now, terminal), |page, part| {
+        if part.is_empty() { page } else { format!("{page}\n{part}") }
+    })
 }
 
 /// The page of `status`.
@@ -314,45 +315,51 @@ fn peers_of(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {
 
 /// A row for each peer. A cell has a line for each subnet.
 fn peer_table(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
-    let row = |peer: &PeerReport| {
-        let style = match peer.state {
-            PeerState::InPlace | PeerState::Unknown => Style::Plain,
-            PeerState::Pending => Style::Warning,
-            _ => Style::Bad,
-        };
-        let backend = if peer.backend.is_empty() { "-" } else { &peer.backend };
-        let changed =
-            peer.changed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
-        let words = [backend.to_owned(), peer.state.to_string(), changed].map(|word| vec![word]);
-        (style, [peer.subnets.clone(), peer.public.clone()].into_iter().chain(words).collect())
-    };
-    let rows: Vec<_> = peers.iter().map(row).collect();
+    let rows: Vec<_> = peers
+        .iter()
+        .map(|peer| {
+            let style = match peer.state {
+                PeerState::InPlace | PeerState::Unknown => Style::Plain,
+                PeerState::Pending => Style::Warning,
+                _ => Style::Bad,
+            };
+            let backend = if peer.backend.is_empty() { "-" } else { &peer.backend };
+            let changed =
+                peer.changed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
+            let words =
+                [backend.to_owned(), peer.state.to_string(), changed].map(|word| vec![word]);
+            (style, [peer.subnets.clone(), peer.public.clone()].into_iter().chain(words).collect())
+        })
+        .collect();
     terminal.table(&["SUBNET", "ADDRESS", "BACKEND", "STATE", "CHANGED"], &rows)
 }
 
-/// A row for each peer with encrypted tunnels. A cell has a line for each tunnel.
+/// A row for each peer with encrypted tunnels.
 fn tunnel_table(peers: &[PeerReport], terminal: &Terminal) -> String {
-    let row = |peer: &PeerReport| {
-        let tunnels = &peer.tunnels;
-        let is_unanswered = |tunnel: &TunnelReport| tunnel.handshake.is_none() && tunnel.sent > 0;
-        let style = if tunnels.iter().any(is_unanswered) { Style::Warning } else { Style::Plain };
-        let each = |cell: fn(&TunnelReport) -> String| tunnels.iter().map(cell).collect();
-        let cells = vec![
-            peer.subnets.clone(),
-            each(|tunnel| {
-                tunnel.handshake.map_or_else(|| "none".into(), |age| format!("{} ago", span(age)))
-            }),
-            each(|tunnel| bytes(tunnel.received)),
-            each(|tunnel| bytes(tunnel.sent)),
-            each(|tunnel| tunnel.endpoint.clone().unwrap_or_else(|| "-".into())),
-        ];
-        (style, cells)
-    };
-    let rows: Vec<_> = peers.iter().filter(|peer| !peer.tunnels.is_empty()).map(row).collect();
+    let with_tunnels = peers.iter().filter(|peer| !peer.tunnels.is_empty());
+    let rows: Vec<_> = with_tunnels.map(tunnel_row).collect();
     match rows.as_slice() {
         [] => String::new(),
         rows => terminal.table(&["SUBNET", "HANDSHAKE", "RECEIVED", "SENT", "ROAMED TO"], rows),
     }
+}
+
+/// The encrypted tunnels to a peer. A cell has a line for each tunnel.
+fn tunnel_row(peer: &PeerReport) -> (Style, Vec<Vec<String>>) {
+    let tunnels = &peer.tunnels;
+    let is_unanswered = tunnels.iter().any(|tunnel| tunnel.handshake.is_none() && tunnel.sent > 0);
+    let style = if is_unanswered { Style::Warning } else { Style::Plain };
+    let each = |cell: fn(&TunnelReport) -> String| tunnels.iter().map(cell).collect();
+    let cells = vec![
+        peer.subnets.clone(),
+        each(|tunnel| {
+            tunnel.handshake.map_or_else(|| "none".into(), |age| format!("{} ago", span(age)))
+        }),
+        each(|tunnel| bytes(tunnel.received)),
+        each(|tunnel| bytes(tunnel.sent)),
+        each(|tunnel| tunnel.endpoint.clone().unwrap_or_else(|| "-".into())),
+    ];
+    (style, cells)
 }
 
 /// The reason of each peer that is not in place.
@@ -381,9 +388,11 @@ pub(crate) mod tests {
         // A neighbour, a forwarding entry and a route per peer; the device and its address.
         network.objects = 3 * peers + 2;
         let room = &mut network.subnets[0];
-        (room.used, room.free) = (peers + 1, room.total - (peers + 1));
+        room.used = peers + 1;
+        room.free = room.total - (peers + 1);
         let paths = network.paths.as_mut().unwrap();
-        (paths.states, paths.failing) = ([(PathState::Ok, peers)].into(), 0);
+        paths.states = [(PathState::Ok, peers)].into();
+        paths.failing = 0;
         paths.lowered.clear();
     }
 
@@ -393,10 +402,13 @@ pub(crate) mod tests {
         report.problems.clear();
         report.findings.clear();
         let network = report.network.as_mut().unwrap();
-        (network.in_sync, network.moving) = (true, None);
-        (network.failing.total, network.failing.listed) = (0, Vec::new());
+        network.in_sync = true;
+        network.moving = None;
+        network.failing.total = 0;
+        network.failing.listed = Vec::new();
         set_peers(network, 2);
-        (network.accepted, network.rejected) = (2, 0);
+        network.accepted = 2;
+        network.rejected = 0;
         network.peers.listed.retain(|peer| peer.state == PeerState::InPlace);
         network.repairs.last.clear();
         report.store.as_mut().unwrap().error = None;
@@ -425,8 +437,10 @@ pub(crate) mod tests {
             sent: 3 << 30,
         };
         for peer in &mut peers {
-            (peer.backend, peer.state) = ("wireguard".into(), PeerState::InPlace);
-            (peer.reason, peer.changed) = (None, None);
+            peer.backend = "wireguard".into();
+            peer.state = PeerState::InPlace;
+            peer.reason = None;
+            peer.changed = None;
         }
         let ipv6 = tunnel("flannel-wg-v6", Some(7300.0), None);
         peers[0].subnets.push("fd00:1:0:8::/64".into());
@@ -467,7 +481,8 @@ pub(crate) mod tests {
         let mut report = healthy();
         report.ready = false;
         let network = report.network.as_mut().unwrap();
-        (network.in_sync, network.pending) = (false, 4_096);
+        network.in_sync = false;
+        network.pending = 4_096;
         set_peers(network, 9_000);
         assert_page("status_arriving", |terminal| page(&report, terminal));
     }

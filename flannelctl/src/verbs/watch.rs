@@ -63,7 +63,7 @@ enum Essence {
 #[derive(Debug, PartialEq)]
 struct NetworkEssence {
     in_sync: bool,
-    /// Without the remaining time.
+    /// The kind of ownership, without the remaining time, which changes all the time.
     ownership: Discriminant<Ownership>,
     peers: Counted<PeerReport>,
     failing: u64,
@@ -139,10 +139,13 @@ mod tests {
         };
         let before = essence(|_| {});
         assert_eq!(essence(|report| report.time += 60.0), before);
-        let later = |report: &mut flannel_api::StatusReport| {
-            report.network.as_mut().unwrap().lease.ownership = Ownership::Held { remaining: 9.0 };
-        };
-        assert_eq!(essence(later), before);
+        assert_eq!(
+            essence(|report| {
+                report.network.as_mut().unwrap().lease.ownership =
+                    Ownership::Held { remaining: 9.0 };
+            }),
+            before
+        );
         assert_ne!(essence(|report| report.problems.clear()), before);
         assert_ne!(essence(|report| report.network.as_mut().unwrap().mtu = 1400), before);
     }

@@ -80,11 +80,13 @@ fn page(why: &WhyReport, terminal: &Terminal) -> String {
         out += &terminal.field(label, Style::Bold, &format!("{}, {state}", wanted.object));
     }
     if let Some(tunnel) = &why.tunnel {
-        let age = |age| format!("last handshake {} ago", span(age));
         let text = format!(
             "{}, {}, {} received, {} sent{}",
             tunnel.device,
-            tunnel.handshake.map_or_else(|| "no handshake".to_owned(), age),
+            tunnel.handshake.map_or_else(
+                || "no handshake".to_owned(),
+                |age| format!("last handshake {} ago", span(age))
+            ),
             bytes(tunnel.received),
             bytes(tunnel.sent),
             tunnel.endpoint.as_ref().map(|to| format!(", roamed to {to}")).unwrap_or_default()

@@ -220,7 +220,8 @@ mod tests {
         assert_eq!((status, body.lines().next()), (503, Some("flanneld is not ready yet")));
         assert!(body.contains("no network runs"), "{body}");
         let mut status = Status::default();
-        (status.in_sync, status.live) = (true, true);
+        status.in_sync = true;
+        status.live = true;
         let _guard = observer.running(network(status).await.1);
         let (status, body) = ask(&site, "GET", "/readyz").await;
         assert!(
@@ -332,7 +333,7 @@ mod tests {
             assert_eq!(asked.0.load(Ordering::Relaxed), second);
             tokio::time::advance(Duration::from_secs(1)).await;
         }
-        // The counters are those of the next network.
+        // The next network has other counters.
         drop(guard);
         let other = Arc::new(Asked::default());
         let (_subnets, mut running) = network(Status::default()).await;

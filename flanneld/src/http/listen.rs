@@ -66,11 +66,10 @@ pub(crate) fn open_socket(path: &Path, group: Option<u32>) -> Result<UnixListene
         path.with_file_name(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
     let _ = fs::remove_file(&temporary);
     let listener = UnixListener::bind(&temporary).map_err(|error| error.to_string())?;
-    let give = |group| {
+    let given = group.map_or(Ok(()), |group| {
         let given = std::os::unix::fs::chown(&temporary, None, Some(group));
         given.map_err(|error| format!("--control-group {group}: {error}"))
-    };
-    let given = group.map_or(Ok(()), give);
+    });
     let placed = given.and_then(|()| {
         fs::set_permissions(&temporary, fs::Permissions::from_mode(0o660))
             .and_then(|()| fs::rename(&temporary, path))

@@ -126,20 +126,22 @@ impl Page {
         };
         let buckets: Vec<_> =
             histogram.buckets().map(|(bound, count)| (seconds(bound), count)).collect();
-        let (sum, count) = (histogram.sum().as_secs_f64(), histogram.count());
+        let sum = histogram.sum().as_secs_f64();
+        let count = histogram.count();
         self.add(name, help, MetricType::Histogram, move |mut to| {
             to.encode_histogram::<Labels>(sum, count, &buckets, None)
         });
     }
 
     pub(super) fn encoded(self, format: Format) -> String {
-        let (mut registry, mut text) = (Registry::default(), String::new());
+        let mut registry = Registry::default();
+        let mut text = String::new();
         registry.register_collector(Box::new(self));
         let written = match format {
             Format::Text => prometheus_text::encode(&mut text, &registry),
             Format::OpenMetrics => text::encode(&mut text, &registry),
         };
-        // Only a writer that fails makes this fail, and a string does not.
+        // Encoding fails only if the writer fails, and a string does not.
         written.unwrap_or_else(|error| unreachable!("{error}"));
         text
     }

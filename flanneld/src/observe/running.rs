@@ -33,16 +33,16 @@ pub(crate) struct Running {
     pub(crate) links: Vec<LinkName>,
     pub(crate) iface: ExternalInterface,
     pub(crate) kernel: Arc<dyn Kernel>,
-    /// Reads the encrypted tunnels; `None`: there are none.
+    /// Reads the encrypted tunnels. `None` if the network has none.
     pub(crate) encrypted: Option<Arc<NetlinkKernel>>,
-    /// Those of the backend. The first one with a [`Traffic`] counts packets.
+    /// The record keepers of the backend. The first one with a [`Traffic`] counts packets.
     pub(crate) record_keepers: Vec<Arc<dyn RecordKeeper>>,
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,
     pub(crate) firewall_rules: watch::Receiver<FirewallRules>,
-    /// The results of the probes of paths; `None`: paths are not probed.
+    /// The results of the probes of paths, or `None` if paths are not probed.
     pub(crate) paths: Option<Paths>,
-    /// This node has no lease: its time ran out, and the store does not answer.
+    /// The lease has expired while the store did not answer.
     pub(crate) lapsed: bool,
     /// The time at which the network was built.
     pub(crate) since: SystemTime,
@@ -82,17 +82,21 @@ impl Running {
             mtu: Some(self.handle.mtu),
             ..Network::default()
         };
-        let (interval, doctor_port) = (settings.path_interval, settings.doctor_port);
-        ProbeSettings { interval, doctor_port, network }
+        ProbeSettings {
+            interval: settings.path_interval,
+            doctor_port: settings.doctor_port,
+            network,
+        }
     }
 
-    /// The addresses of the server for path probes. There are none with port 0, and none without a
-    /// tunnel or a lease.
+    /// The addresses of the server for path probes. Empty with port 0, and without a tunnel or a
+    /// lease.
     pub(crate) fn probe_server(&self, port: u16) -> ServerConfig {
         let devices = if self.lapsed { Dual::default() } else { self.datapath.devices };
         let Datapath { bare, encrypted, .. } = &self.datapath;
         let bare = !self.lapsed && (*bare || !encrypted.is_empty());
-        let (own, iface) = (self.handle.lease.subnets, &self.iface);
+        let own = self.handle.lease.subnets;
+        let iface = &self.iface;
         let at = |family, address: Option<IpAddr>| {
             own.family(family).filter(|_| bare)?;
             Some((iface.name, address?))

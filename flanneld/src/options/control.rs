@@ -77,7 +77,7 @@ fn group(text: &str) -> Result<u32, String> {
 }
 
 impl ControlFlags {
-    /// The same as typed values.
+    /// The configuration that these flags ask for.
     pub(crate) fn config(&self) -> ControlConfig {
         ControlConfig {
             health: Some(SocketAddr::new(self.healthz_ip, self.healthz_port))

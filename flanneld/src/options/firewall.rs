@@ -83,7 +83,7 @@ pub struct FirewallFlags {
 }
 
 impl FirewallFlags {
-    /// The same as typed values.
+    /// The configuration that these flags ask for.
     pub(crate) fn config(&self) -> FirewallConfig {
         FirewallConfig {
             masquerade: self.ip_masq,

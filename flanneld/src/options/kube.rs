@@ -96,8 +96,9 @@ impl KubeFlags {
         let text = |name: &str| {
             env(name).map(|value| value.to_string_lossy().into_owned()).unwrap_or_default()
         };
-        (self.node_name, self.pod_namespace, self.pod_name) =
-            (text("NODE_NAME"), text("POD_NAMESPACE"), text("POD_NAME"));
+        self.node_name = text("NODE_NAME");
+        self.pod_namespace = text("POD_NAMESPACE");
+        self.pod_name = text("POD_NAME");
         if self.node_name.is_empty() && (self.pod_namespace.is_empty() || self.pod_name.is_empty())
         {
             return Err("--kube-subnet-mgr: the name of this node is not known; expected \
@@ -165,7 +166,7 @@ impl KubeFlags {
             .map_err(|error| format!("--kube-annotation-prefix: {error}"))
     }
 
-    /// The same as typed values.
+    /// The options of the store that these flags ask for.
     pub(super) fn options(&self) -> Result<KubeOptions, flannel_options::Error> {
         let given = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
         let identity = match given(&self.node_name) {

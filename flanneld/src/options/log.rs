@@ -1,4 +1,4 @@
-//! The options of the log, with those of klog in Go flannel.
+//! The options of the log, and the options of klog that Go flannel has.
 
 use flannel_options::go_flags::go_int;
 use tracing_subscriber::filter::Targets;

@@ -81,7 +81,7 @@ fn drop_all_but(options: &Options) -> Result<Vec<(PathBuf, Capability)>, CapsErr
     if had.is_subset(&keep) {
         return Ok(Vec::new());
     }
-    // Without them the check below shows which files are out of reach.
+    // The check below runs without these capabilities, so it finds the files out of reach.
     for capability in FILES {
         caps::drop(None, CapSet::Effective, capability)?;
     }
@@ -96,7 +96,7 @@ fn drop_all_but(options: &Options) -> Result<Vec<(PathBuf, Capability)>, CapsErr
         }
     }
     caps::clear(None, CapSet::Ambient)?;
-    // Programs that root runs have the bounding set; those of other users the ambient set.
+    // Programs that root runs have the bounding set. Programs of other users have the ambient set.
     let inherited = if geteuid().is_root() { CapsHashSet::new() } else { keep.clone() };
     caps::set(None, CapSet::Inheritable, &inherited)?;
     caps::set(None, CapSet::Effective, &keep)?;
@@ -142,9 +142,11 @@ fn directories(options: &Options) -> BTreeSet<PathBuf> {
         RegistryUrl::Dir(location) => all.push(&location.path),
         RegistryUrl::Etcd => {}
     }
-    let there = |path: &Path| {
-        path.ancestors().find(|path| fs::symlink_metadata(path).is_ok()).map(Path::to_owned)
-    };
     let named = all.into_iter().filter(|path| !path.as_os_str().is_empty());
-    named.filter_map(there).collect()
+    named.filter_map(nearest_existing).collect()
+}
+
+/// The path, or else its nearest parent that exists.
+fn nearest_existing(path: &Path) -> Option<PathBuf> {
+    path.ancestors().find(|path| fs::symlink_metadata(path).is_ok()).map(Path::to_owned)
 }

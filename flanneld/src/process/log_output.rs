@@ -20,7 +20,7 @@ pub(crate) type SetFilter = Box<dyn Fn(Targets) -> Result<(), String> + Send + S
 /// already has, as in a test, stays.
 ///
 /// # Errors
-/// There is no journal.
+/// This host has no journal, which `format` asks for.
 pub(crate) fn init(format: LogFormat, filter: Targets) -> Result<SetFilter, Error> {
     let (filter, handle) = reload::Layer::<Targets, Registry>::new(filter);
     let layer = layer(format, || Lines(io::stderr()))?;
@@ -71,15 +71,18 @@ mod tests {
         for format in [LogFormat::Text, LogFormat::Json] {
             let log = tempfile::NamedTempFile::new().unwrap();
             let file = log.reopen().unwrap();
-            let writer = move || Lines(file.try_clone().unwrap());
-            let subscriber = Registry::default().with(layer(format, writer).unwrap());
+            let subscriber = Registry::default()
+                .with(layer(format, move || Lines(file.try_clone().unwrap())).unwrap());
             tracing::subscriber::with_default(subscriber, || {
                 tracing::warn!(reason = %text, "{text}");
             });
             let line = std::fs::read_to_string(log.path()).unwrap();
             let line = line.strip_suffix('\n').unwrap();
-            let acts = |c: char| c.is_control() || c == '\u{202e}';
-            assert!(!line.contains(acts) && line.contains("reason"), "{line:?}");
+            assert!(
+                !line.contains(|c: char| c.is_control() || c == '\u{202e}')
+                    && line.contains("reason"),
+                "{line:?}"
+            );
             if format == LogFormat::Json {
                 let event: serde_json::Value = serde_json::from_str(line).unwrap();
                 assert_eq!((&event["reason"], &event["message"]), (&text.into(), &text.into()));

@@ -41,7 +41,7 @@ pub(crate) struct Notifier {
 }
 
 impl Notifier {
-    /// Reads the environment of this process; `None`: there is no `NOTIFY_SOCKET`.
+    /// Reads the environment of this process. Returns `None` without `NOTIFY_SOCKET`.
     ///
     /// # Errors
     /// `NOTIFY_SOCKET` is not an address that a socket of this kind can send to.
@@ -73,8 +73,10 @@ impl Notifier {
     /// and the watchdog's messages.
     pub(crate) async fn inform(&self, observer: &Observer) -> Infallible {
         let mut changes = observer.changes();
-        let (mut sent, mut news) = (String::new(), true);
-        let (mut alive_next, mut line_next) = (Instant::now(), Instant::now());
+        let mut sent = String::new();
+        let mut news = true;
+        let mut alive_next = Instant::now();
+        let mut line_next = Instant::now();
         loop {
             let now = Instant::now();
             let ready = self.ready.load(Ordering::Relaxed);
@@ -83,7 +85,8 @@ impl Notifier {
                 // In one message, so that an old status text is not shown after the start.
                 sent = line(&observer.snapshot());
                 self.send(&[NotifyState::Ready, NotifyState::Status(&sent)]);
-                (news, line_next) = (false, now + GAP);
+                news = false;
+                line_next = now + GAP;
             }
             if news && now >= line_next {
                 let text = line(&observer.snapshot());
@@ -91,7 +94,8 @@ impl Notifier {
                     self.send(&[NotifyState::Status(&text)]);
                     sent = text;
                 }
-                (news, line_next) = (false, now + GAP);
+                news = false;
+                line_next = now + GAP;
             }
             if let Some(pause) = self.alive.filter(|_| now >= alive_next) {
                 self.send(&[NotifyState::Watchdog]);
@@ -205,7 +209,8 @@ mod tests {
         let notifier = Notifier::new(Some(path.into()), None).unwrap().unwrap();
         let observer = Observer::default();
         let mut status = Status::default();
-        (status.in_sync, status.live) = (true, true);
+        status.in_sync = true;
+        status.live = true;
         let (sender, rules) = tokio::sync::watch::channel(crate::observe::FirewallRules::Unwanted);
         let (subnets, mut running) = network(status).await;
         observer.opened(std::sync::Arc::new(subnets));

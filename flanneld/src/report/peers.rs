@@ -36,7 +36,8 @@ pub(super) fn interesting_peers(
     let mut peers: Vec<_> = network
         .peers()
         .map(|lease| {
-            let (state, changed) = (states.state(&lease.subnets).0, &snapshot.changed);
+            let state = states.state(&lease.subnets).0;
+            let changed = &snapshot.changed;
             (state, changed.get(&lease.subnets), lease)
         })
         .collect();
@@ -136,8 +137,9 @@ impl<'a> PeerStates<'a> {
         let mut tunnels: Vec<_> = to.map(|to| to.report(snapshot.time)).collect();
         // One device may serve both families.
         tunnels.dedup_by(|a, b| a.device == b.device);
-        let unused = || lease.attrs.unused_offers().map(|unused| unused.to_string());
-        let reason = reason.map(ToString::to_string).or_else(unused);
+        let reason = reason
+            .map(ToString::to_string)
+            .or_else(|| lease.attrs.unused_offers().map(|unused| unused.to_string()));
         let rejection = self.status.rejected.get(&lease.subnets).map(RejectionCause::from);
         PeerReport { tunnels, rejection, ..PeerReport::new(lease, state, reason, changed) }
     }

@@ -29,8 +29,9 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     match &snapshot.network {
         Some(network) => found.of_network(network, snapshot),
         None => {
-            let starts = || Trouble::new("it has only just been started", Remedy::WatchStatus);
-            let Trouble { text, remedy } = facts.waits_for.clone().unwrap_or_else(starts);
+            let Trouble { text, remedy } = facts.waits_for.clone().unwrap_or_else(|| {
+                Trouble::new("it has only just been started", Remedy::WatchStatus)
+            });
             found.error(ProblemCause::NoNetwork { reason: text }, remedy);
         }
     }
@@ -46,11 +47,14 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     // The sort is stable: within each severity the order above stays.
     found.0.sort_by_key(|found| found.severity);
     let deployment = snapshot.deployment();
-    let problem = |found: FoundProblem| {
-        let hint = found.remedy.map(|remedy| render(&remedy, deployment));
-        Problem { hint, ..Problem::new(found.severity, found.cause) }
-    };
-    found.0.into_iter().map(problem).collect()
+    found
+        .0
+        .into_iter()
+        .map(|found| {
+            let hint = found.remedy.map(|remedy| render(&remedy, deployment));
+            Problem { hint, ..Problem::new(found.severity, found.cause) }
+        })
+        .collect()
 }
 
 /// The first error, or `None` if the node is ready.
@@ -161,7 +165,8 @@ impl Found {
         if let Some((_, failure)) = of_peers.next() {
             let more = of_peers.count() as u64;
             let Failure { change, error, .. } = failure;
-            let (change, error) = (change.to_string(), error.to_string());
+            let change = change.to_string();
+            let error = error.to_string();
             self.warning(ProblemCause::PeerObjectRefused { change, error, more }, Remedy::ReadLog);
         }
         let mut others = status.failing.iter().filter(|(key, _)| !is_of_peer(key));
@@ -379,7 +384,8 @@ mod tests {
         let (status, live) = tokio::sync::watch::channel(flannel_firewall::Status::default());
         let (rules, firewall_rules) = tokio::sync::watch::channel(FirewallRules::Pending);
         let mut kernel = Status::default();
-        (kernel.in_sync, kernel.live) = (true, true);
+        kernel.in_sync = true;
+        kernel.live = true;
         let (_subnets, mut running) = network(kernel).await;
         running.firewall_rules = firewall_rules;
         let observer = Observer::default();
@@ -420,7 +426,8 @@ mod tests {
         let guess =
             flannel_firewall::Error::Unseen { family: flannel_core::address::Family::V4, tables };
         status.send_modify(|status| {
-            (status.in_place, status.failure) = (true, None);
+            status.in_place = true;
+            status.failure = None;
             status.leftovers = vec![guess.into(), left.into()];
         });
         assert_eq!(seen(), (vec![warning], true));
@@ -451,19 +458,22 @@ mod tests {
         };
         let seen = async |subnets: &[&str]| -> Vec<String> {
             let mut status = Status::default();
-            (status.live, status.settled) = (true, true);
+            status.live = true;
+            status.settled = true;
             for subnet in subnets {
                 let change = Change::Put(record(subnet));
                 let failure = Failure::new(&change, None, KernelError::Other("it failed".into()));
                 status.failing.insert(change.object().key(), failure);
             }
             let snapshot = crate::report::tests::snapshot(status).await;
-            let of_commands = |problem: &Problem| problem.text.contains("it failed");
-            let all = problems(&snapshot).into_iter().filter(of_commands);
+            let all = problems(&snapshot)
+                .into_iter()
+                .filter(|problem| problem.text.contains("it failed"));
             all.map(|problem| format!("{}: {}", problem.severity, problem.text)).collect()
         };
         let put = |subnet| format!("put record extension {subnet} commands: it failed");
-        let (own, peers) = (own.as_str(), ["10.1.8.0/24", "10.1.9.0/24"]);
+        let own = own.as_str();
+        let peers = ["10.1.8.0/24", "10.1.9.0/24"];
         assert_eq!(seen(&peers).await, [format!("warning: {} (and 1 more)", put(peers[0]))]);
         assert_eq!(seen(&[own]).await, [format!("error: the kernel refuses: {}", put(own))]);
         assert_eq!(seen(&[own, peers[0]]).await.len(), 2);
@@ -481,8 +491,11 @@ mod tests {
             let observer = Observer::default();
             let _guard = observer.running(running);
             let found = problems(&observer.snapshot());
-            let about = |p: &Problem| p.is_error() && p.text.contains("vxlan does not encrypt");
-            assert_eq!(found.iter().any(about), expected, "{found:?}");
+            assert_eq!(
+                found.iter().any(|p| p.is_error() && p.text.contains("vxlan does not encrypt")),
+                expected,
+                "{found:?}"
+            );
         }
     }
 
@@ -514,7 +527,8 @@ mod tests {
     async fn a_nearly_full_network_is_a_problem_unless_kubernetes_assigns_subnets() {
         let observer = Observer::default();
         let mut status = Status::default();
-        (status.in_sync, status.live) = (true, true);
+        status.in_sync = true;
+        status.live = true;
         let (_subnets, mut running) = network(status).await;
         // Three peers, in a network of three.
         running.config = Config::parse(
@@ -564,7 +578,8 @@ mod tests {
         assert_eq!(hint(&observer.snapshot()), "flannelctl config set FILE");
 
         let mut status = Status::default();
-        (status.in_sync, status.live) = (true, true);
+        status.in_sync = true;
+        status.live = true;
         let _guard = observer.running(network(status).await.1);
         assert!(
             texts(&observer.snapshot())

@@ -4,7 +4,6 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_api::WhyReport;
-use flannel_core::Lease;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_doctor::diagnosis::why::{Explained, RouteInputs, diagnose, lookup};
@@ -26,8 +25,11 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
     });
     let kernel = Arc::clone(&running.kernel);
     let answer = lookup(kernel, address).await;
-    let holds = |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
-    let lease = view.leases.iter().find(holds).map(|lease| &**lease);
+    let lease = view
+        .leases
+        .iter()
+        .find(|lease| lease.subnets.iter().any(|subnet| subnet.contains(address)))
+        .map(|lease| &**lease);
     let tunnels = tunnels.by_subnet();
     let tunnel = tunnels.iter().find(|(subnet, _)| subnet.contains(address));
     let tunnel = tunnel.map(|(_, to)| to.report(snapshot.time));

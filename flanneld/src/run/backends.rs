@@ -167,7 +167,7 @@ impl BackendRecord {
     }
 }
 
-/// The backends in a file. Without one there are none. A damaged file is moved aside in `dir`.
+/// The backends in a file. An absent file has no backends. A damaged file is moved aside in `dir`.
 fn read(file: &Path, dir: &Path) -> Result<NodeBackends, String> {
     let text = state_dir::read(file).map_err(|error| error.to_string())?;
     let Some(text) = text else { return Ok(NodeBackends::default()) };

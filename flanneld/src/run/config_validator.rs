@@ -5,12 +5,12 @@
 use std::sync::Arc;
 
 use flannel_backends::Backends;
+use flannel_core::Config;
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::error::holder;
 use flannel_core::lease::{Origin, View};
 use flannel_core::subnet::Hints;
-use flannel_core::{Config, Lease};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::{Selectors, worse};
 use tokio::sync::watch;
@@ -64,7 +64,7 @@ impl ConfigValidator {
     }
 
     /// Chooses the interface for a network that is built from `config`. `used` is the config of the
-    /// network that it replaces; `None`: there is none.
+    /// network that it replaces, if it replaces one.
     ///
     /// # Errors
     /// No network can be built here, or its firewall rules cannot be made.
@@ -114,10 +114,14 @@ impl ConfigValidator {
 /// Checks that no node runs `udp`, for a config that names no backend. Go flannel then runs `udp`,
 /// whose leases have no backend type.
 async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Error> {
-    let known = |view: &View| !matches!(view.origin, Origin::Cached { written: None });
     // A closed watch says nothing about other nodes.
-    let Ok(view) = views.wait_for(known).await else { return Ok(()) };
-    let implicit = |lease: &&Arc<Lease>| lease.attrs.preferred.kind.is_empty();
-    let Some(lease) = view.leases.iter().find(implicit) else { return Ok(()) };
+    let Ok(view) =
+        views.wait_for(|view| !matches!(view.origin, Origin::Cached { written: None })).await
+    else {
+        return Ok(());
+    };
+    let Some(lease) = view.leases.iter().find(|lease| lease.attrs.preferred.kind.is_empty()) else {
+        return Ok(());
+    };
     Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) })
 }

@@ -337,10 +337,12 @@ impl RunningNetwork<'_> {
     }
 }
 
-/// Logs that the leases are those of an earlier run.
+/// Logs that the leases come from the cache of an earlier run.
 fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
     let status = subnets.store_status();
-    if let (Origin::Cached { written: Some(written) }, None) = (view.origin, status.confirmed) {
+    if let Origin::Cached { written: Some(written) } = view.origin
+        && status.confirmed.is_none()
+    {
         let age_seconds = written.elapsed().unwrap_or_default().as_secs();
         tracing::warn!(
             leases = view.leases.len(), age_seconds, store = %status.store,

@@ -42,11 +42,7 @@ impl Proven {
     /// Reads the record of the last run on this store. A file that cannot be used is logged.
     pub(super) fn open(dir: &Path, store: &str) -> Self {
         let file = state_dir::config(dir);
-        let read = || match state_dir::read(&file).map_err(|error| error.to_string())? {
-            Some(text) => parse(&text, store),
-            None => Ok(None),
-        };
-        let config = read().unwrap_or_else(|error| {
+        let config = read(&file, store).unwrap_or_else(|error| {
             tracing::warn!(
                 path = %file.display(), %error,
                 "a state file cannot be used: if no network can be built from the config of the \
@@ -119,19 +115,27 @@ impl Proven {
     }
 }
 
-/// The config in the file; `None` if it is of another store. The error has no value of the file,
-/// which may be a secret.
+/// The config in the file, or `None` without a file. See [`parse`].
+fn read(file: &Path, store: &str) -> Result<Option<Config>, String> {
+    match state_dir::read(file).map_err(|error| error.to_string())? {
+        Some(text) => parse(&text, store),
+        None => Ok(None),
+    }
+}
+
+/// The config in the text of a file, or `None` if it is of another store. The error has no value of
+/// the file, which may be a secret.
 fn parse(text: &str, store: &str) -> Result<Option<Config>, String> {
-    let place = |error: serde_json::Error| {
+    let record: Record = serde_json::from_str(text).map_err(|error| {
         format!("line {}, column {}: expected store and config", error.line(), error.column())
-    };
-    let record: Record = serde_json::from_str(text).map_err(place)?;
+    })?;
     if record.store != store {
         tracing::info!(of = %record.store, "the last config of this node is of another store");
         return Ok(None);
     }
-    let wrong = |error: flannel_core::json::FieldError| format!("config: wrong {}", error.field);
-    Config::parse(record.config.get()).map(Some).map_err(wrong)
+    Config::parse(record.config.get())
+        .map(Some)
+        .map_err(|error| format!("config: wrong {}", error.field))
 }
 
 #[cfg(test)]

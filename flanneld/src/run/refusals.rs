@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 /// The pause after the first failure of the devices. Each further one doubles it: a network whose
-/// devices replace those of the one before is down while they fail.
+/// devices replace the devices of the network before is down while they fail.
 const FIRST: Duration = Duration::from_secs(10);
 const LONGEST: Duration = Duration::from_secs(600);
 
@@ -142,7 +142,7 @@ mod tests {
         let failing = config("vxlan");
         refusals.failed(&failing, "no room", reloads);
         assert_eq!(refusals.waits(&config("host-gw")), None);
-        // A trial that succeeds is no proof.
+        // A trial that succeeds does not prove that the devices can be made.
         refusals.set(None);
         assert!(refusals.waits(&failing).is_some());
         refusals.works(&config("host-gw"));

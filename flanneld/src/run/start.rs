@@ -28,6 +28,7 @@ use super::backends::{ActiveBackend, ActiveBackends, BackendRecord};
 use super::config_validator::ConfigValidator;
 use super::proven::Proven;
 use super::refusals::{Refusals, Refused};
+use super::trial::DeviceTrials;
 use super::uplink::{Chosen, addresses_of};
 use crate::blocking::BlockingQueue;
 use crate::config::DaemonConfig;
@@ -58,8 +59,17 @@ pub(super) struct Starter<'a> {
     pub(super) refusals: Refusals,
     /// The writes of state files.
     pub(super) writes: BlockingQueue,
-    /// All trials of devices use one name.
-    trials: BlockingQueue,
+    trials: DeviceTrials,
+}
+
+/// What a [`Starter`] builds networks with, besides the settings.
+pub(super) struct StarterParts {
+    pub(super) kernel: Arc<NetlinkKernel>,
+    pub(super) subnets: Arc<dyn SubnetManager>,
+    pub(super) machine_id: String,
+    /// The writes of state files.
+    pub(super) writes: BlockingQueue,
+    pub(super) trials: DeviceTrials,
 }
 
 /// The values that the last network was built from.
@@ -89,13 +99,8 @@ struct JoinPlan {
 }
 
 impl<'a> Starter<'a> {
-    pub(super) fn new(
-        settings: &'a DaemonConfig,
-        kernel: Arc<NetlinkKernel>,
-        subnets: Arc<dyn SubnetManager>,
-        machine_id: String,
-        writes: BlockingQueue,
-    ) -> Self {
+    pub(super) fn new(settings: &'a DaemonConfig, parts: StarterParts) -> Self {
+        let StarterParts { kernel, subnets, machine_id, writes, trials } = parts;
         let record = BackendRecord::open(&settings.state_dir).writing_in(writes.clone());
         let proven = Proven::open(&settings.state_dir, &subnets.store_status().store)
             .writing_in(writes.clone());
@@ -110,8 +115,8 @@ impl<'a> Starter<'a> {
             proven,
             hints: Mutex::default(),
             refusals: Refusals::default(),
-            trials: writes.another(),
             writes,
+            trials,
         }
     }
 
@@ -368,11 +373,11 @@ pub(super) async fn stored(
 /// Whether the kernel has objects of an earlier run's network. After a boot it has none.
 async fn in_place(kernel: Arc<dyn Kernel>, footprint: Footprint) -> bool {
     // A network without objects is complete. A kernel that cannot be read counts as having some.
-    let look = move || {
+    blocking(move || {
         footprint == Footprint::default()
             || !kernel.snapshot(&footprint).is_ok_and(|there| there.is_empty())
-    };
-    blocking(look).await
+    })
+    .await
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 //! module, the rights of this process, an identifier that no other device has, a free port, the
 //! MTU, memory. Nothing stays.
 
+mod device;
 mod stand_ins;
 
 use std::collections::BTreeSet;
@@ -15,22 +16,16 @@ use std::sync::Arc;
 use flannel_core::backend::{Build, NodeLease, Prepared, Transport};
 use flannel_core::kernel::{Footprint, KernelError, Outcome};
 use flannel_core::lease::{LeaseAttrs, Revision};
-use flannel_core::object::{Change, Link, LinkKind, LinkName, MacAddr, Object, ObjectSet};
-use flannel_core::runtime::blocking;
+use flannel_core::object::{Change, Link, LinkKind, LinkName, Object, ObjectSet};
 use flannel_core::{Config, Error as Cause, Kernel, Lease, Subnets};
 use flannel_netlink::NetlinkKernel;
 use libc::{EADDRINUSE, EEXIST};
 
+use self::device::TrialDevice;
 pub(super) use self::stand_ins::{KnownStore, UnsavedSecrets};
 use super::controllers::leftovers::log_removal;
 use crate::blocking::BlockingQueue;
 use crate::error::Error;
-
-/// The name of a device that exists only during a trial.
-const NAME: &str = "flannel-trial";
-/// It is not that of a device of a network. Otherwise the kernel handle would take a renamed device
-/// for this one.
-const MAC: MacAddr = MacAddr::local([0x0a, 0xf1, 0xa2, 0xe1, 0x7e, 0x57]);
 
 /// What the networks that run have, and what a device or a process of the next one may need.
 #[derive(Debug, Default)]
@@ -46,52 +41,57 @@ pub(super) struct Candidate<'a> {
     pub(super) transports: Vec<Transport>,
 }
 
-/// Removes the device of a trial that a killed daemon could not end.
-pub(super) async fn clear(kernel: &Arc<NetlinkKernel>) {
-    let kernel = Arc::clone(kernel);
-    let footprint = Footprint { links: [name()].into(), ..Footprint::default() };
-    let removal =
-        move || log_removal("a trial", flannel_route::cleanup(&*kernel, &footprint, false));
-    blocking(removal).await;
+/// Tries the devices of networks, one after the other. The work of a trial whose future was dropped
+/// also ends before the next trial begins, because all trials use one device.
+pub(super) struct DeviceTrials {
+    kernel: Arc<NetlinkKernel>,
+    device: Arc<TrialDevice>,
+    queue: BlockingQueue,
 }
 
-/// Checks that the kernel can hold the devices of a network, while networks that have `held` run.
-/// All trials have one name for their devices, so they run one after the other in `queue`, also
-/// those whose future was dropped.
-///
-/// # Errors
-/// The kernel refuses a device, or another program has the port of a process.
-pub(super) async fn check(
-    kernel: &Arc<NetlinkKernel>,
-    held: Held,
-    candidate: Candidate<'_>,
-    queue: &BlockingQueue,
-) -> Result<(), Error> {
-    let Candidate { config, prepared, transports } = candidate;
-    let links = match prepared.build {
-        Build::Blueprint(build) => devices(&build(&lease_of(config)?)?.base),
-        Build::Network(_) => return Ok(()),
-    };
-    let is_v6 = config.networks.v6.is_some();
-    let kernel = Arc::clone(kernel);
-    let ask = move || {
-        let there = devices_there(&*kernel, &held.links, &links)?;
-        for link in &links {
-            check_name(&kernel, &there, link)?;
-            check_device(&*kernel, InUse { there: &there, held: &held }, link)?;
-        }
-        if !links.iter().any(|link| matches!(link.kind, LinkKind::Tun(_))) {
-            return Ok(());
-        }
-        transports
-            .into_iter()
-            .try_for_each(|transport| check_port(transport, &held.udp_ports, is_v6))
-    };
-    queue.run(ask).await
-}
+impl DeviceTrials {
+    /// Trials in the network namespace of `kernel`, which is the calling thread's.
+    pub(super) fn new(kernel: Arc<NetlinkKernel>, queue: BlockingQueue) -> Self {
+        Self { kernel, device: Arc::new(TrialDevice::lock()), queue }
+    }
 
-fn name() -> LinkName {
-    NAME.parse().expect("a valid name")
+    /// Removes the devices of trials that a killed daemon could not end.
+    pub(super) async fn remove_stale(&self) {
+        let kernel = Arc::clone(&self.kernel);
+        let device = Arc::clone(&self.device);
+        self.queue.run(move || log_removal("a trial", device.remove_stale(&*kernel))).await;
+    }
+
+    /// Checks that the kernel can hold the devices of a network, while networks that have `held`
+    /// run.
+    ///
+    /// # Errors
+    /// The kernel refuses a device, or another program has the port of a process.
+    pub(super) async fn check(&self, held: Held, candidate: Candidate<'_>) -> Result<(), Error> {
+        let Candidate { config, prepared, transports } = candidate;
+        let links = match prepared.build {
+            Build::Blueprint(build) => devices(&build(&lease_of(config)?)?.base),
+            Build::Network(_) => return Ok(()),
+        };
+        let is_v6 = config.networks.v6.is_some();
+        let kernel = Arc::clone(&self.kernel);
+        let device = Arc::clone(&self.device);
+        self.queue
+            .run(move || {
+                let there = devices_there(&*kernel, &held.links, &links)?;
+                for link in &links {
+                    check_name(&kernel, &there, link)?;
+                    check_device(&*kernel, &device, InUse { there: &there, held: &held }, link)?;
+                }
+                if !links.iter().any(|link| matches!(link.kind, LinkKind::Tun(_))) {
+                    return Ok(());
+                }
+                transports
+                    .into_iter()
+                    .try_for_each(|transport| check_port(transport, &held.udp_ports, is_v6))
+            })
+            .await
+    }
 }
 
 /// A lease that this node might have. The devices of a network do not depend on its lease.
@@ -143,8 +143,13 @@ fn check_name(kernel: &NetlinkKernel, there: &[Link], link: &Link) -> Result<(),
     Err(refused(link, KernelError::explained(EEXIST, detail)))
 }
 
-/// Puts a device like `link`, and deletes it again.
-fn check_device(kernel: &dyn Kernel, in_use: InUse<'_>, link: &Link) -> Result<(), Error> {
+/// Puts a device like `link` under the name of `device`, and deletes it again.
+fn check_device(
+    kernel: &dyn Kernel,
+    device: &TrialDevice,
+    in_use: InUse<'_>,
+    link: &Link,
+) -> Result<(), Error> {
     let is_there = |is: &Link| {
         let is_same_kind = std::mem::discriminant(&is.kind) == std::mem::discriminant(&link.kind);
         is.name == link.name && is_same_kind && port(is) == port(link)
@@ -152,13 +157,13 @@ fn check_device(kernel: &dyn Kernel, in_use: InUse<'_>, link: &Link) -> Result<(
     if in_use.there.iter().any(is_there) {
         return Ok(());
     }
-    let mut trial = Link { name: name(), ..link.clone() };
+    let mut trial = Link { name: device.name, ..link.clone() };
     if let LinkKind::Vxlan(vxlan) = &mut trial.kind {
-        vxlan.mac = MAC;
+        vxlan.mac = device.mac;
     }
     let footprint = Footprint { links: [trial.name].into(), ..Footprint::default() };
     let made = kernel.apply(&footprint, &[Change::Put(trial.clone().into())]).pop();
-    // Also after a failure, which may have left a device that is down.
+    // This is needed also after a failure, which may have left a device that is down.
     let deleted = kernel.apply(&footprint, &[Change::Delete(trial.clone().into())]).pop();
     if let Some(Outcome::Failed(error)) = deleted
         && !error.is_absent()
@@ -224,7 +229,7 @@ fn check_port(transport: Transport, held: &BTreeSet<u16>, is_v6: bool) -> Result
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::object::{Fou, Ipip, Tun, Vxlan};
+    use flannel_core::object::{Fou, Ipip, MacAddr, Tun, Vxlan};
     use flannel_core::testing::{FakeKernel, Operation};
 
     use super::*;
@@ -253,9 +258,10 @@ mod tests {
         Link { name: "flannel0".parse().unwrap(), mtu: 1472, up: true, kind }
     }
 
-    /// The network that runs excuses what it holds, and only that.
+    /// The network that runs excuses what it holds, and nothing else.
     #[test]
     fn a_trial_leaves_nothing_and_tells_foreign_obstacles_from_its_own() {
+        let device = TrialDevice::lock();
         let own = vxlan(1, 8472);
         let none = BTreeSet::new();
         let has_port = BTreeSet::from([8285]);
@@ -289,7 +295,7 @@ mod tests {
             }
             let held = Held { udp_ports: udp_ports.clone(), ..Held::default() };
             let in_use = InUse { there: there.as_slice(), held: &held };
-            let result = check_device(&kernel, in_use, &link);
+            let result = check_device(&kernel, &device, in_use, &link);
             let error = result.as_ref().err().map(ToString::to_string);
             assert_eq!(result.is_err(), is_refused, "{there:?} {link:?} {errno:?}: {error:?}");
             assert!(error.is_none_or(|error| error.contains(&format!("device {}", link.name))));
@@ -297,7 +303,6 @@ mod tests {
         }
     }
 
-    /// Also if a network without a process runs.
     #[test]
     fn the_port_of_a_process_is_free_or_its_own() {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();

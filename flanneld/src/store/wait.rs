@@ -87,7 +87,7 @@ pub(crate) async fn patiently<T>(
 /// long work, or not notice that it has lost them.
 ///
 /// # Errors
-/// Those of `work`, and [`Error::LeaseLost`].
+/// The errors of `work`, and [`Error::LeaseLost`].
 pub(crate) async fn holding<T>(
     subnets: &dyn SubnetManager,
     held: Option<&Lease>,
@@ -172,7 +172,7 @@ impl Reasons {
     }
 }
 
-/// The reason for waiting after an error; `None`: it does not pass.
+/// The reason for waiting after an error, or `None` if the error does not pass.
 fn reason(error: &Error, patience: Patience) -> Option<Reason> {
     use flannel_core::Error as Cause;
 
@@ -188,7 +188,7 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
             | Cause::Conflict { .. },
         ) => other(),
         Error::Network(Cause::Refused { .. }) if refusals_pass => other(),
-        // The network itself has ended, so there is none to keep.
+        // The network itself has ended, so it cannot be kept.
         Error::LeaseLost { .. } | Error::Stopped(_) => None,
         // The running network does not end for a next one that cannot be built.
         _ if has_run => other(),
@@ -267,17 +267,22 @@ mod tests {
         ];
         for cause in causes {
             let begin = Instant::now();
-            let start = async || -> Result<(), Error> { Err(cause()) };
-            patiently(&subnets, START, start).await.unwrap_err();
+            patiently(&subnets, START, async || -> Result<(), Error> { Err(cause()) })
+                .await
+                .unwrap_err();
             assert_eq!(begin.elapsed(), Duration::ZERO);
-            let corrected = async || match begin.elapsed().as_secs() {
+            patiently(&subnets, RUNS, async || match begin.elapsed().as_secs() {
                 ..60 => Err(cause()),
                 _ => Ok(()),
-            };
-            patiently(&subnets, RUNS, corrected).await.unwrap();
+            })
+            .await
+            .unwrap();
         }
-        let stopped = async || -> Result<(), Error> { Err(Error::Stopped("it".into())) };
-        patiently(&subnets, RUNS, stopped).await.unwrap_err();
+        patiently(&subnets, RUNS, async || -> Result<(), Error> {
+            Err(Error::Stopped("it".into()))
+        })
+        .await
+        .unwrap_err();
     }
 
     #[tokio::test(start_paused = true)]
@@ -285,15 +290,17 @@ mod tests {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let begin = Instant::now();
         let booting = Patience { refusals_pass: true, ..START };
-        let corrected = async || match begin.elapsed().as_secs() {
+        patiently(&subnets, booting, async || match begin.elapsed().as_secs() {
             ..60 => Err(refused().into()),
             _ => Ok(()),
-        };
-        patiently(&subnets, booting, corrected).await.unwrap();
+        })
+        .await
+        .unwrap();
         let wrong =
             || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
-        let start = async || -> Result<(), Error> { Err(wrong()) };
-        patiently(&subnets, booting, start).await.unwrap_err();
+        patiently(&subnets, booting, async || -> Result<(), Error> { Err(wrong()) })
+            .await
+            .unwrap_err();
     }
 
     /// A manager with the status of a store whose last answer was a refusal.
@@ -359,14 +366,15 @@ mod tests {
         let attempts = Cell::new(0);
         let _guard = tracing::subscriber::set_default(lines.clone());
         let subnets = Refusing(FakeSubnets::new("10.1.0.0/16"));
-        let start = async || {
+        patiently(&subnets, START, async || {
             sleep(3 * SILENCE).await;
             attempts.set(attempts.get() + 1);
             let not_ready =
                 || Cause::NotReady { store: "store".into(), reason: "PodCIDR".into() }.into();
             if attempts.get() <= 5 { Err(not_ready()) } else { Ok(()) }
-        };
-        patiently(&subnets, START, start).await.unwrap();
+        })
+        .await
+        .unwrap();
         let waits = ["waiting for the store reason=no", "waiting reason=store: PodCIDR"];
         assert_eq!(waits.map(|text| lines.count(text)), [1, 1], "{:?}", lines.warnings());
         assert_eq!(lines.warnings().len(), 2, "{:?}", lines.warnings());

@@ -1,4 +1,4 @@
-//! Starts over existing objects: those of an earlier run, plain or by nexthop object, Go flannel's,
+//! Starts over existing objects: of an earlier run, plain or by nexthop object, Go flannel's,
 //! or none.
 //!
 //! A listener records every deletion while the new run settles. So the test fails even if an object
@@ -193,7 +193,7 @@ async fn recorded<T>(work: impl Future<Output = T>) -> (T, Vec<KernelEvent>) {
             doubts = changes.next() => take(doubts.unwrap()),
         }
     };
-    // The event of our own marker comes after those of the last change.
+    // The event of our own marker comes after the events of the last change.
     let mark = "neigh replace 192.0.2.250 lladdr 0a:00:00:00:00:fa dev eth0 nud permanent";
     ip(mark);
     let mark = Key::Neigh("eth0".parse().unwrap(), IpAddr::from([192, 0, 2, 250]));
@@ -222,9 +222,12 @@ impl ByNexthop {
     fn read() -> Self {
         let routes: Vec<serde_json::Value> = serde_json::from_str(&ip("-j route show")).unwrap();
         let id = |route: &serde_json::Value| u32::try_from(route["nhid"].as_u64()?).ok();
-        let by =
-            |route: &serde_json::Value| Some((route["dst"].as_str()?.parse().ok()?, id(route)?));
-        Self(routes.iter().filter_map(by).collect())
+        Self(
+            routes
+                .iter()
+                .filter_map(|route| Some((route["dst"].as_str()?.parse().ok()?, id(route)?)))
+                .collect(),
+        )
     }
 
     /// Adds a report, and those that the kernel does not send.
@@ -253,11 +256,13 @@ impl ByNexthop {
 }
 
 fn deleted(reports: &[KernelEvent]) -> Vec<Key> {
-    let gone = |report: &KernelEvent| match report {
-        KernelEvent::Deleted(key) => Some(*key),
-        _ => None,
-    };
-    reports.iter().filter_map(gone).collect()
+    reports
+        .iter()
+        .filter_map(|report| match report {
+            KernelEvent::Deleted(key) => Some(*key),
+            _ => None,
+        })
+        .collect()
 }
 
 /// The keys of live peers, whose objects must not be deleted.
@@ -286,14 +291,16 @@ fn a_moved_peer_needs_one_message_to_the_kernel() {
             assert_eq!(count(&run.state()), (10, 20), "{:#?}", text(&run.state()));
             let moved = async {
                 put(&subnets, backend, 1, 7, 200);
-                let there = |object: &Object| match object {
-                    Object::Nexthop(Nexthop { gateway, .. }) => {
-                        *gateway == IpAddr::from([192, 0, 2, 200])
-                    }
-                    Object::Fdb(fdb) => fdb.dst == IpAddr::from([192, 0, 2, 200]),
-                    _ => false,
-                };
-                run.until("moved", |state| state.iter().any(there)).await;
+                run.until("moved", |state| {
+                    state.iter().any(|object| match object {
+                        Object::Nexthop(Nexthop { gateway, .. }) => {
+                            *gateway == IpAddr::from([192, 0, 2, 200])
+                        }
+                        Object::Fdb(fdb) => fdb.dst == IpAddr::from([192, 0, 2, 200]),
+                        _ => false,
+                    })
+                })
+                .await;
             };
             let ((), reports) = recorded(moved).await;
             let v4 = |report: &&KernelEvent| match report {
@@ -320,7 +327,8 @@ fn a_moved_peer_needs_one_message_to_the_kernel() {
                 _ => false,
             };
             assert!(keys.len() == 1 && expected(keys[0]), "{}: {keys:#?}", backend.kind());
-            let (kernel, footprint) = (run.kernel.clone(), run.footprint());
+            let kernel = run.kernel.clone();
+            let footprint = run.footprint();
             run.stop().await;
             let would = cleanup(&*kernel, &footprint, true).unwrap();
             assert_eq!(cleanup(&*kernel, &footprint, false).unwrap(), would);
@@ -397,7 +405,8 @@ fn a_start_adopts_existing_objects_and_deletes_none_of_a_live_peer() {
             let (again, reports) = recorded(Run::start(backend, &subnets, true)).await;
             assert_eq!(text(&again.state()), text(&want));
             assert_eq!(deleted(&reports), []);
-            let (kernel, footprint) = (again.kernel.clone(), again.footprint());
+            let kernel = again.kernel.clone();
+            let footprint = again.footprint();
             again.stop().await;
             assert_eq!(
                 text(&kernel.snapshot(&footprint).unwrap()),
@@ -440,7 +449,8 @@ fn objects_of_go_flannel_are_adopted() {
             ip(&format!("address add {}{host} dev {device} nodad", base(1)));
             ip(&format!("link set {device} up"));
             for peer in PEERS.chain([77]) {
-                let (base, far) = (base(peer), format!("{far}{}", number(peer)));
+                let base = base(peer);
+                let far = format!("{far}{}", number(peer));
                 let mac = format!("0a:00:00:00:0{family}:{peer:02x}");
                 ip(&format!("neigh add {base} lladdr {mac} dev {device} nud permanent"));
                 bridge(&format!("fdb add {mac} dev {device} dst {far} self permanent"));
@@ -455,7 +465,8 @@ fn objects_of_go_flannel_are_adopted() {
             assert!(deleted(&reports).contains(&Key::Route(stale.parse().unwrap())), "{stale}");
         }
         let adopted = run.state();
-        let (kernel, footprint) = (run.kernel.clone(), run.footprint());
+        let kernel = run.kernel.clone();
+        let footprint = run.footprint();
         run.stop().await;
         cleanup(&*kernel, &footprint, false).unwrap();
         let run = Run::start(&VxlanBackend, &subnets, true).await;
@@ -480,7 +491,8 @@ fn host_gw_routes_of_go_flannel_are_adopted() {
         let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
         assert_eq!(lost, []);
         let adopted = run.state();
-        let (kernel, footprint) = (run.kernel.clone(), run.footprint());
+        let kernel = run.kernel.clone();
+        let footprint = run.footprint();
         run.stop().await;
         cleanup(&*kernel, &footprint, false).unwrap();
         assert_eq!(ip("route show root 10.1.0.0/16").trim(), "", "adopted routes are removed too");
@@ -496,7 +508,8 @@ fn ready_for_go_deletes_no_route_and_leaves_routes_that_go_flannel_can_delete() 
         uplink();
         for backend in BACKENDS {
             let run = Run::start(backend, &leases(backend, 1), true).await;
-            let (kernel, footprint) = (run.kernel.clone(), run.footprint());
+            let kernel = run.kernel.clone();
+            let footprint = run.footprint();
             run.stop().await;
             let way = async { ready_for_go(&*kernel, &footprint, false).unwrap() };
             let (report, reports) = recorded(way).await;
@@ -534,7 +547,8 @@ fn restarts_of_vxlan_and_host_gw_in_one_namespace_do_not_affect_each_other() {
         let direct =
             config(&VxlanBackend, 1).replace(r#""Type""#, r#""DirectRouting":true,"Type""#);
         for vxlan_config in [config(&VxlanBackend, 1), direct] {
-            let (one, other) = (FakeSubnets::with_config(&vxlan_config), leases(&HostGw, 2));
+            let one = FakeSubnets::with_config(&vxlan_config);
+            let other = leases(&HostGw, 2);
             PEERS.for_each(|peer| put(&one, &VxlanBackend, 1, peer, peer));
             for (before, after) in [(false, false), (true, true), (false, true), (true, false)] {
                 let case = format!("{vxlan_config} {before} {after}");
@@ -546,15 +560,18 @@ fn restarts_of_vxlan_and_host_gw_in_one_namespace_do_not_affect_each_other() {
                     [objects(before); 2],
                     "{case}"
                 );
-                let (theirs, footprint) = (hostgw.state(), [vxlan.footprint(), hostgw.footprint()]);
+                let theirs = hostgw.state();
+                let footprint = [vxlan.footprint(), hostgw.footprint()];
                 // Each is aborted at any point, and started while the other runs.
                 let restart = async {
                     vxlan.stop().await;
                     Run::start(&VxlanBackend, &one, after).await
                 };
                 let (vxlan, reports) = recorded(restart).await;
-                let of_theirs = |key: &Key| theirs.get(key).is_some();
-                assert!(!keys_of(&reports).iter().any(of_theirs), "{case}: {reports:#?}");
+                assert!(
+                    !keys_of(&reports).iter().any(|key| theirs.get(key).is_some()),
+                    "{case}: {reports:#?}"
+                );
                 let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
                 assert_eq!(lost, [], "{case}");
                 let ours = vxlan.state();
@@ -563,17 +580,18 @@ fn restarts_of_vxlan_and_host_gw_in_one_namespace_do_not_affect_each_other() {
                     Run::start(&HostGw, &other, after).await
                 };
                 let (hostgw, again) = recorded(restart).await;
-                let of_ours = |key: &Key| ours.get(key).is_some();
-                assert!(!keys_of(&again).iter().any(of_ours), "{case}: {again:#?}");
+                assert!(
+                    !keys_of(&again).iter().any(|key| ours.get(key).is_some()),
+                    "{case}: {again:#?}"
+                );
                 let lost: Vec<_> = deleted(&again).into_iter().filter(of_live_peer).collect();
                 assert_eq!(lost, [], "{case}");
                 if before == after {
                     // No object of a peer is written again.
-                    let of_peer = |key: &Key| of_live_peer(key) || matches!(key, Key::Nexthop(_));
                     let touched: Vec<_> = keys_of(&reports)
                         .into_iter()
                         .chain(keys_of(&again))
-                        .filter(of_peer)
+                        .filter(|key| of_live_peer(key) || matches!(key, Key::Nexthop(_)))
                         .collect();
                     assert_eq!(touched, [], "{case}");
                 }
@@ -582,7 +600,7 @@ fn restarts_of_vxlan_and_host_gw_in_one_namespace_do_not_affect_each_other() {
                     [objects(after); 2],
                     "{case}"
                 );
-                // The objects of one are removed, and those of the other stay.
+                // The objects of one are removed, and the objects of the other stay.
                 let kernel = vxlan.kernel.clone();
                 let theirs = hostgw.state();
                 vxlan.stop().await;

@@ -38,11 +38,13 @@ pub(crate) fn of_ended(trace: &Path, daemon: u32) -> String {
 
 /// The system calls that the unit forbids.
 pub(crate) fn forbidden(trace: &str) -> Vec<String> {
-    let call = |line: &str| {
-        let (name, _) = line.split_once(' ')?.1.trim().split_once('(')?;
-        name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_').then(|| name.to_owned())
-    };
-    let called: BTreeSet<String> = trace.lines().filter_map(call).collect();
+    let called: BTreeSet<String> = trace
+        .lines()
+        .filter_map(|line| {
+            let (name, _) = line.split_once(' ')?.1.trim().split_once('(')?;
+            name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_').then(|| name.to_owned())
+        })
+        .collect();
     assert!(called.len() > 20, "{called:?}");
     (&called - &allowed_calls()).into_iter().collect()
 }

@@ -68,7 +68,8 @@ impl Place {
     /// The options of both programs.
     fn common(&self) -> Vec<String> {
         let registry = format!("dir:{}", self.registry().display());
-        let (env, state) = (self.path("run/subnet.env"), self.path("state"));
+        let env = self.path("run/subnet.env");
+        let state = self.path("state");
         ["--registry", &registry, "--subnet-file", &env, "--state-dir", &state]
             .map(str::to_owned)
             .into()
@@ -500,8 +501,8 @@ fn promtool_accepts_metrics_and_rules() {
 
 #[test]
 fn each_alert_fires_on_its_condition_and_is_silent_on_a_healthy_node() {
-    let (rules, tests) =
-        (include_str!("../../../deploy/prometheus/rules.yaml"), include_str!("alerts.yaml"));
+    let rules = include_str!("../../../deploy/prometheus/rules.yaml");
+    let tests = include_str!("alerts.yaml");
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         let path = dir.path().join(name);
@@ -540,7 +541,8 @@ fn systemd_is_notified_of_ready_reloading_alive_and_stopping() {
             }
         });
         let wait_for = |wanted: &str| {
-            let (mut others, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
+            let mut others = Vec::new();
+            let deadline = Instant::now() + Duration::from_secs(60);
             loop {
                 let left = deadline.saturating_duration_since(Instant::now());
                 let text: String = messages
@@ -572,7 +574,8 @@ fn systemd_is_notified_of_ready_reloading_alive_and_stopping() {
 fn sighup_applies_a_config_whose_change_was_missed() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
-        let (config, target) = (place.registry().join("config"), place.path("elsewhere"));
+        let config = place.registry().join("config");
+        let target = place.path("elsewhere");
         let write = |mtu: u32| {
             let text = format!(
                 r#"{{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
@@ -824,7 +827,8 @@ fn cleanup_is_refused_while_a_daemon_runs() {
 fn programs_that_the_daemon_runs_do_not_get_its_password() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
-        let (bin, seen) = (PathBuf::from(place.path("bin")), place.path("seen"));
+        let bin = PathBuf::from(place.path("bin"));
+        let seen = place.path("seen");
         fs::create_dir(&bin).unwrap();
         for name in ["iptables-save", "iptables-restore"] {
             let real = ["/usr/sbin", "/sbin", "/usr/bin"].map(|dir| format!("{dir}/{name}"));
@@ -972,7 +976,7 @@ fn config_and_leases_are_managed_without_a_daemon() {
         assert_eq!(stored(), misspelt);
         assert!(place.ctl_text(&["config", "patch", "--force", patch]).contains("mistake"));
         assert!(stored().contains(r#""MUT":1400"#), "{}", stored());
-        // A config that daemons refuse, and a text that is no config.
+        // A config that daemons refuse, and a text that is not a config.
         fs::write(&file, r#"{"Network":"10.1.0.0/33"}"#).unwrap();
         let output = place.json(&["config", "set", "--force", &file]);
         assert!(output["mistakes"][0].as_str().unwrap().contains("field Network"), "{output}");
@@ -1225,8 +1229,7 @@ fn hostile_leases_are_rejected_with_the_reason_and_change_nothing() {
         assert_eq!(of_kernel(), before);
         let shown = ["peers", "status"].map(|verb| place.ctl(&[verb]).stdout);
         let shown = shown.map(|bytes| String::from_utf8(bytes).unwrap()).join("") + &daemon.log();
-        let acts = |c: char| c.is_control() && c != '\n';
-        assert!(!shown.contains(acts), "{shown}");
+        assert!(!shown.contains(|c: char| c.is_control() && c != '\n'), "{shown}");
         let longest = shown.lines().map(str::len).max();
         assert!(longest < Some(2000), "{longest:?}");
         // The lease of the whole network leaves no room. Without it a new node gets a subnet.
@@ -1479,8 +1482,10 @@ fn findings_on_the_host_have_a_repair_command() {
         let daemon = place.start();
         daemon.wait_for_log("forwards no IPv4 packets");
         assert_eq!(daemon.log().matches("repair=sysctl -w net.ipv4.ip_forward=1").count(), 1);
-        let counted = || http("/metrics").1.contains("flannel_findings{check=\"forwarding\"} 1\n");
-        wait_until(counted, || http("/metrics").1);
+        wait_until(
+            || http("/metrics").1.contains("flannel_findings{check=\"forwarding\"} 1\n"),
+            || http("/metrics").1,
+        );
     });
 }
 

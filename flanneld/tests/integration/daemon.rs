@@ -246,11 +246,12 @@ fn the_blackhole_route_is_installed_at_once_and_removed_with_the_subnet() {
             let text = place.subnet_env();
             let subnets =
                 text.lines().filter_map(|line| line.split_once("SUBNET=")?.1.split_once('/'));
-            let base = |(address, len): (&str, &str)| match address.strip_suffix(".1") {
-                Some(begin) => format!("{begin}.0/{len}"),
-                None => format!("{}/{len}", address.strip_suffix('1').unwrap()),
-            };
-            subnets.map(base).collect::<Vec<_>>()
+            subnets
+                .map(|(address, len)| match address.strip_suffix(".1") {
+                    Some(begin) => format!("{begin}.0/{len}"),
+                    None => format!("{}/{len}", address.strip_suffix('1').unwrap()),
+                })
+                .collect::<Vec<_>>()
         };
         let is_there = |own: &[String], seen: &str| {
             assert_eq!(own.len(), 2);
@@ -472,7 +473,8 @@ fn a_backend_that_is_replaced_at_once_leaves_no_device() {
         daemon.wait_for_log("in sync peers=1");
         let is_there = || Command::new("ip").args(["link", "show", "flannel.1"]).output().unwrap();
         assert!(is_there().status.success());
-        let (config, new) = (place.registry().join("config"), place.registry().join("config.new"));
+        let config = place.registry().join("config");
+        let new = place.registry().join("config.new");
         fs::write(&new, CONFIG.replace("vxlan", "alloc")).unwrap();
         fs::rename(&new, &config).unwrap();
         wait_until(|| !is_there().status.success(), || daemon.log());
@@ -675,9 +677,10 @@ fn the_unit_allows_all_system_calls_of_the_daemon_and_iptables() {
             if !programs {
                 let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
                 assert!(gone.success());
-                let repaired =
-                    || place.request("/metrics").contains("\nflannel_firewall_repairs_total 1\n");
-                wait_until(repaired, || strace.log());
+                wait_until(
+                    || place.request("/metrics").contains("\nflannel_firewall_repairs_total 1\n"),
+                    || strace.log(),
+                );
             }
             for signal in [Signal::SIGHUP, Signal::SIGTERM] {
                 strace.signal(signal);
@@ -864,8 +867,8 @@ fn seen_by(mut monitor: Reader) -> String {
 }
 
 /// The deletions of objects of live peers in the output of `ip monitor`: the lines with one of
-/// these addresses, and those of nexthop objects, because the kernel deletes their routes without
-/// an event.
+/// these addresses, and the deletions of nexthop objects, because the kernel deletes their routes
+/// without an event.
 fn lost<'a>(seen: &'a str, live: &[&str]) -> Vec<&'a str> {
     let deleted = seen.lines().filter_map(|line| line.strip_prefix("Deleted "));
     deleted
@@ -940,7 +943,7 @@ fn firewall_rules_are_in_place_before_the_subnet_file_and_stay_after_a_stop() {
             assert!(rules().to_lowercase().contains("masquerade"), "{}", rules());
             let metrics = place.request("/metrics");
             assert!(metrics.contains("\nflannel_firewall_in_place 1\n"), "{metrics}");
-            // The rules of the other mode are removed when those of this mode are in place.
+            // The rules of the other mode are removed when the rules of this mode are in place.
             let left =
                 |rules: &str| rules.contains("-A FLANNEL") || rules.contains("table ip flannel");
             wait_until(
@@ -1192,7 +1195,8 @@ fn the_data_path_is_restored_after_the_interface_went_down_or_was_recreated() {
                 }
                 let daemon = place.start(args);
                 daemon.wait_for_log("in sync peers=2");
-                let (before, env) = (data_path(), place.subnet_env());
+                let before = data_path();
+                let env = place.subnet_env();
                 let families = if v4 { 2 } else { 1 };
                 let routes = |dev: &str| {
                     let there = before
@@ -1212,14 +1216,16 @@ fn the_data_path_is_restored_after_the_interface_went_down_or_was_recreated() {
                 for (mishap, commands) in mishaps() {
                     let old = ip("-o link show eth0");
                     commands.iter().for_each(|command| drop(ip(command)));
-                    let shown = || {
-                        format!(
-                            "{backend} {v4} {args:?}, {mishap}: {:#?}, not {before:#?}\n{}",
-                            data_path(),
-                            daemon.log()
-                        )
-                    };
-                    wait_until(|| data_path() == before, shown);
+                    wait_until(
+                        || data_path() == before,
+                        || {
+                            format!(
+                                "{backend} {v4} {args:?}, {mishap}: {:#?}, not {before:#?}\n{}",
+                                data_path(),
+                                daemon.log()
+                            )
+                        },
+                    );
                     let new = ip("-o link show eth0");
                     let number = |line: &str| line.split(':').next().unwrap().to_owned();
                     assert_eq!(
@@ -1248,7 +1254,8 @@ fn a_new_ipv6_address_is_applied_after_address_detection_without_deletions() {
                 uplink();
                 let config =
                     DUAL.replace("\"KIND\"", backend).replacen('{', "{\"EnableIPv4\":false,", 1);
-                let (place, kind) = (Place::new(&config), backend.split('"').nth(1).unwrap());
+                let place = Place::new(&config);
+                let kind = backend.split('"').nth(1).unwrap();
                 let peer = "0.0.0.0-0&fd00:1:0:7::-64";
                 peer_at(&place, kind, 7, peer, ["192.0.2.", "2001:db8::"]);
                 let daemon = place.start(&[]);
@@ -1476,7 +1483,8 @@ fn a_config_that_does_not_fit_the_node_is_refused_until_either_changes() {
         dual_peer(&place, "vxlan", 7);
         let daemon = place.start(&[]);
         daemon.wait_for_log("in sync peers=1");
-        let (before, env) = (data_path(), place.subnet_env());
+        let before = data_path();
+        let env = place.subnet_env();
         let status =
             || -> serde_json::Value { serde_json::from_str(&place.request("/v1/status")).unwrap() };
         let has_problem = |text: &str| status()["problems"].to_string().contains(text);

@@ -71,7 +71,8 @@ fn dashboard_and_alerts_use_existing_metrics() {
 #[test]
 fn the_tests_in_the_table_of_created_files_exist() {
     let text = read("SECURITY.md");
-    let (mut source, mut tests) = (String::new(), 0);
+    let mut source = String::new();
+    let mut tests = 0;
     for row in text.lines().filter(|line| line.starts_with("| ")).skip(1) {
         let cell = row.trim_end_matches(" |").rsplit(" | ").next().unwrap();
         for word in cell.split('`').skip(1).step_by(2) {

@@ -81,7 +81,7 @@ fn of_daemon(log: &Path) -> String {
     unit.replace("[Service]\n", &log)
 }
 
-/// The same unit with this test in place of the daemon.
+/// The unit, with this test in place of the daemon.
 fn of_probe(log: &Path) -> String {
     let unit = of_daemon(log).replace("Type=notify", "Type=oneshot");
     let environment = format!("[Service]\nStandardOutput=append:{}\n", log.display());
@@ -131,11 +131,13 @@ fn start(dir: &Path) -> Systemd {
 /// What a probe could open.
 fn doors(log: &Path) -> Option<BTreeMap<String, bool>> {
     let text = fs::read_to_string(log).unwrap_or_default();
-    let of = |line: &str| -> Option<(String, bool)> {
-        let (path, opened) = line.strip_prefix("door ")?.split_once(' ')?;
-        Some((path.to_owned(), opened == "true"))
-    };
-    let doors: BTreeMap<String, bool> = text.lines().filter_map(of).collect();
+    let doors: BTreeMap<String, bool> = text
+        .lines()
+        .filter_map(|line| {
+            let (path, opened) = line.strip_prefix("door ")?.split_once(' ')?;
+            Some((path.to_owned(), opened == "true"))
+        })
+        .collect();
     doors.contains_key("last").then_some(doors)
 }
 
@@ -169,12 +171,13 @@ fn a_process_of_the_unit_reaches_nothing_that_obeys_root() {
         fs::write(file("tmpfiles.conf"), LOCK).unwrap();
         let _systemd = start(dir.path());
         let told = || {
-            let of = |name: &str| fs::read_to_string(file(name)).unwrap_or_default();
-            ["systemd", "daemon", "inside", "outside"].map(of).join("\n")
+            ["systemd", "daemon", "inside", "outside"]
+                .map(|name| fs::read_to_string(file(name)).unwrap_or_default())
+                .join("\n")
         };
-        let ready = || doors(&file("inside")).is_some() && doors(&file("outside")).is_some();
-        wait_until(ready, told);
-        let (inside, outside) = (doors(&file("inside")).unwrap(), doors(&file("outside")).unwrap());
+        wait_until(|| doors(&file("inside")).is_some() && doors(&file("outside")).is_some(), told);
+        let inside = doors(&file("inside")).unwrap();
+        let outside = doors(&file("outside")).unwrap();
         let closed = |path: &&&str| !outside[**path];
         let missing: Vec<&&str> = SOCKETS.iter().chain(&FILES).filter(closed).collect();
         assert!(missing.is_empty(), "without the unit they are closed too: {missing:?}");

@@ -144,10 +144,10 @@ fn network_unavailable(server: &ApiServer, node: &str) -> (String, String) {
 }
 
 fn wait_for_condition(server: &ApiServer, node: &str, status: &str, reason: &str, daemon: &Daemon) {
-    let so = || network_unavailable(server, node) == (status.to_owned(), reason.to_owned());
-    wait_until(so, || {
-        format!("{:?}\n{}", server.condition(node, "NetworkUnavailable"), daemon.log())
-    });
+    wait_until(
+        || network_unavailable(server, node) == (status.to_owned(), reason.to_owned()),
+        || format!("{:?}\n{}", server.condition(node, "NetworkUnavailable"), daemon.log()),
+    );
 }
 
 /// A cluster of `node-1`, whose daemon runs on the host, and `node-2`, which runs Go flannel. The
@@ -204,8 +204,10 @@ fn two_nodes_get_objects_for_each_other_and_for_a_node_of_go_flannel() {
             wait_for_condition(&server, &host.name(), "False", "FlannelIsUp", daemon);
         }
         server.delete_node("node-3");
-        let gone = || hosts.iter().all(|host| !host.objects().contains("10.1.3.0"));
-        wait_until(gone, || format!("{}\n{}", hosts[0].objects(), hosts[1].objects()));
+        wait_until(
+            || hosts.iter().all(|host| !host.objects().contains("10.1.3.0")),
+            || format!("{}\n{}", hosts[0].objects(), hosts[1].objects()),
+        );
     });
 }
 
@@ -336,7 +338,8 @@ fn a_rebuild_without_a_valid_lease_restores_the_network() {
 fn the_network_stays_without_the_api_server_and_is_updated_afterwards() {
     in_netns(|| {
         let (server, host, daemon) = cluster_with_a_peer();
-        let (before, env) = (host.objects(), host.subnet_env());
+        let before = host.objects();
+        let env = host.subnet_env();
         server.fail(u32::MAX, 500, None);
         server.cut(Cut::MidEvent);
         daemon.wait_for_log("store lost, the last leases stay in use leases=2 error=500 ");
@@ -457,8 +460,8 @@ fn the_node_comes_from_the_pod_and_the_server_from_a_kubeconfig() {
         server.forbid("get", "pods");
         server.expect_token("secret");
         let host = Host::new(1, VXLAN);
-        let (kubeconfig, token) =
-            (host.dir.path().join("kubeconfig"), host.dir.path().join("token"));
+        let kubeconfig = host.dir.path().join("kubeconfig");
+        let token = host.dir.path().join("token");
         let text = format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
              clusters: [{{name: c, cluster: {{server: \"{}\"}}}}]\n\
@@ -495,7 +498,9 @@ fn a_restart_changes_neither_the_node_nor_the_tunnel() {
         let (server, host, mut daemon) = cluster_with_a_peer();
         daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
-        let (before, mac, patches) = (server.node("node-1"), host.mac(), server.count("PATCH"));
+        let before = server.node("node-1");
+        let mac = host.mac();
+        let patches = server.count("PATCH");
         // A peer that was deleted meanwhile is removed after the first list.
         server.delete_node("node-2");
         let daemon = host.start(&server, &[]);
@@ -539,7 +544,8 @@ fn the_condition_of_an_earlier_boot_is_withdrawn_first() {
                 .map(|patch| status(patch).unwrap_or_else(|| "lease".to_owned()))
                 .collect()
         };
-        let (first, last) = (Some(&"True".to_owned()), Some(&"False".to_owned()));
+        let first = Some(&"True".to_owned());
+        let last = Some(&"False".to_owned());
         assert_eq!(
             (patches().first(), patches().last()),
             (first, last),
@@ -744,7 +750,8 @@ fn a_wrong_ca_is_logged_and_retried() {
             dir: tempfile::tempdir().unwrap(),
             config: VXLAN,
         };
-        let (kubeconfig, ca) = (host.dir.path().join("kubeconfig"), host.dir.path().join("ca"));
+        let kubeconfig = host.dir.path().join("kubeconfig");
+        let ca = host.dir.path().join("ca");
         let text = format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
              clusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority: ca}}}}]\n\
@@ -884,12 +891,14 @@ fn host_gw_routes_both_families_and_a_disabled_condition_is_not_set() {
             .each_ref()
             .map(|host| host.start(&server, &["--set-node-network-unavailable=false"]));
         let routes = || hosts[0].netns.run(|| [ip("route show"), ip("-6 route show")].concat());
-        let there = || {
-            ["10.1.2.0/24 ", "via 192.0.2.2", "fd00:0:0:2::/64 via 2001:db8::2"]
-                .iter()
-                .all(|part| routes().contains(part))
-        };
-        wait_until(there, || format!("{}\n{}", routes(), daemons[0].log()));
+        wait_until(
+            || {
+                ["10.1.2.0/24 ", "via 192.0.2.2", "fd00:0:0:2::/64 via 2001:db8::2"]
+                    .iter()
+                    .all(|part| routes().contains(part))
+            },
+            || format!("{}\n{}", routes(), daemons[0].log()),
+        );
         daemons[0].wait_for_log("running lease");
         let expected = json!({
             format!("{PREFIX}kube-subnet-manager"): "true",

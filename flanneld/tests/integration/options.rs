@@ -11,7 +11,7 @@ use flanneld::{Error, Options};
 enum Kind {
     /// A text, and another one.
     Text(&'static str, &'static str),
-    /// The same, collected.
+    /// Two texts of a flag that may be repeated.
     Texts(&'static str, &'static str),
     /// A number: as written, its value, and a value out of range.
     Number(&'static str, &'static str, &'static str),
@@ -129,9 +129,9 @@ fn parse(args: &[String], env: &[(&str, &str)]) -> Result<Options, Error> {
     let args = ["flanneld", "-registry=dir:/x"].into_iter().chain(args.iter().map(String::as_str));
     // Leases of Kubernetes need the node's name.
     let env = env.iter().chain([&("NODE_NAME", "node-1")]);
-    let find =
-        |name: &str| env.clone().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
-    Options::parse_from(args.map(OsString::from), find)
+    Options::parse_from(args.map(OsString::from), |name| {
+        env.clone().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value))
+    })
 }
 
 impl Flag {
@@ -203,7 +203,8 @@ impl Flag {
 #[test]
 fn every_option_of_go_flannel_is_accepted() {
     for flag in flags() {
-        let (name, default) = (flag.name, flag.default);
+        let name = flag.name;
+        let default = flag.default;
         assert_eq!(flag.held(&[], &[]), default, "--{name}");
         assert_eq!(
             flag.held(&[], &[(flag.variable, "")]),
@@ -305,9 +306,9 @@ fn flags_without_effect_are_reported() {
 /// Parses a command line without the values that [`parse`] adds.
 fn bare(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
     let args = ["flanneld"].into_iter().chain(args.iter().copied()).map(OsString::from);
-    let find =
-        |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
-    Options::parse_from(args, find)
+    Options::parse_from(args, |name| {
+        env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value))
+    })
 }
 
 /// Checks that a wrong value is refused on the command line and in the environment. The error names

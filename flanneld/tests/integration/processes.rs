@@ -57,23 +57,29 @@ impl Traced {
         command.args(["--iface=eth0", "--ip-masq", "--iptables-resync=1"]);
         let traced = Self { daemon: Daemon::start(&mut command), dir };
         traced.daemon.wait_for_log("in sync");
-        let ready = || traced.request("/readyz").starts_with("HTTP/1.1 200");
-        wait_until(ready, || format!("{}\n{}", traced.request("/readyz"), traced.daemon.log()));
+        wait_until(
+            || traced.request("/readyz").starts_with("HTTP/1.1 200"),
+            || format!("{}\n{}", traced.request("/readyz"), traced.daemon.log()),
+        );
         traced.settle();
         traced
     }
 
     /// Waits until the start is over, with its single check for rules of other modes.
     fn settle(&self) {
-        let (mut processes, mut since) = (0, Instant::now());
-        let quiet = || {
-            let now = started(&self.trace()).len();
-            if now != processes {
-                (processes, since) = (now, Instant::now());
-            }
-            since.elapsed() > RESYNC * 3 / 2
-        };
-        wait_until(quiet, || format!("{}\n{}", self.trace(), self.daemon.log()));
+        let mut processes = 0;
+        let mut since = Instant::now();
+        wait_until(
+            || {
+                let now = started(&self.trace()).len();
+                if now != processes {
+                    processes = now;
+                    since = Instant::now();
+                }
+                since.elapsed() > RESYNC * 3 / 2
+            },
+            || format!("{}\n{}", self.trace(), self.daemon.log()),
+        );
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -102,7 +108,8 @@ impl Traced {
     /// The processes that were started within `periods`, while status and metrics are requested all
     /// the time.
     fn started_in(&self, periods: u32) -> Vec<String> {
-        let (begin, mut looks) = (Instant::now(), 0);
+        let begin = Instant::now();
+        let mut looks = 0;
         let before = started(&self.trace()).len();
         // There is no event to wait for.
         wait_until(
@@ -130,17 +137,19 @@ fn assert_starts_nothing(traced: &Traced) {
 
 /// The programs that were executed, and `fork` for each new process, without threads.
 fn started(trace: &str) -> Vec<String> {
-    let one = |line: &str| {
-        let call = line.split_once(' ')?.1.trim_start();
-        if let Some(rest) = call.strip_prefix("execve(\"") {
-            let program = rest.split('"').next()?;
-            return Some(program.rsplit('/').next()?.to_owned());
-        }
-        let makes =
-            ["clone(", "clone3(", "fork(", "vfork("].iter().any(|name| call.starts_with(name));
-        (makes && !call.contains("CLONE_THREAD")).then(|| "fork".to_owned())
-    };
-    trace.lines().filter_map(one).collect()
+    trace
+        .lines()
+        .filter_map(|line| {
+            let call = line.split_once(' ')?.1.trim_start();
+            if let Some(rest) = call.strip_prefix("execve(\"") {
+                let program = rest.split('"').next()?;
+                return Some(program.rsplit('/').next()?.to_owned());
+            }
+            let makes =
+                ["clone(", "clone3(", "fork(", "vfork("].iter().any(|name| call.starts_with(name));
+            (makes && !call.contains("CLONE_THREAD")).then(|| "fork".to_owned())
+        })
+        .collect()
 }
 
 #[test]

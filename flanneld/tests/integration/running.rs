@@ -22,7 +22,8 @@ impl Daemon {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let (mut stderr, log) = (child.stderr.take().unwrap(), Arc::<Mutex<String>>::default());
+        let mut stderr = child.stderr.take().unwrap();
+        let log = Arc::<Mutex<String>>::default();
         let sink = Arc::clone(&log);
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];

@@ -230,7 +230,8 @@ impl Setup {
         ] {
             ip(command);
         }
-        let (kind, direct) = (self.backend.kind(), self.direct);
+        let kind = self.backend.kind();
+        let direct = self.direct;
         let config = format!(
             r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
                 "Backend":{{"Type":"{kind}","DirectRouting":{direct}}}}}"#
@@ -416,9 +417,10 @@ fn damage(
     let device = DEVICES[usize::from(!v4)];
     let subnet = |n: u64| if v4 { format!("10.1.{n}.0") } else { format!("fd00:1:0:{n:x}::") };
     let n = 2 + random.below(PEERS.into());
-    // Another peer, because a correct value is no damage.
+    // Another peer, because a correct value does not damage anything.
     let other = 2 + (n - 1 + random.below(u64::from(PEERS) - 1)) % u64::from(PEERS);
-    let (gateway, other) = (subnet(n), subnet(other));
+    let gateway = subnet(n);
+    let other = subnet(other);
     let dst = format!("{gateway}/{}", if v4 { 24 } else { 64 });
     let unwanted = subnet(220 + random.below(10));
     let mac = mac(family, n as u8);
@@ -531,7 +533,7 @@ fn damage(
             )),
             // Only a deleted nexthop object can become a group.
             19 => (3, format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
-            // The same route with another attribute.
+            // The route with another attribute.
             20 => by_ip(format!("route replace {dst} {via} proto 241 src {own}")),
             21 => by_ip(format!("route replace {dst} {via} proto 4")),
             22 => by_ip(format!("route replace {dst} {via} proto 241 mtu 1300")),
@@ -594,7 +596,9 @@ fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, Strin
     let n = 2 + random.below(PEERS.into());
     let other = 2 + (n - 1 + random.below(u64::from(PEERS) - 1)) % u64::from(PEERS);
     let [gateway, other] = [n, other].map(|n| public(n as u8)[family].unwrap());
-    let (dst, unwanted, id) = (subnet(n), subnet(220 + random.below(10)), first + n);
+    let dst = subnet(n);
+    let unwanted = subnet(220 + random.below(10));
+    let id = first + n;
     let stray = id + 4000;
     let own = public(1)[family].unwrap();
     let by_nexthop = v4 && random.below(2) == 0;
@@ -773,7 +777,8 @@ async fn each_kind(
     for kind in kinds {
         // Several times, because the family and some values are random. The kernel refuses some
         // commands in one of the families.
-        let (mut made, mut tried) = (0, 0);
+        let mut made = 0;
+        let mut tried = 0;
         while made < 4 {
             let before = status.borrow().repaired;
             let (tool, text) = damage(&mut storm, kind);
@@ -894,8 +899,9 @@ impl Changes for UnreadChanges {
 async fn flood(setup: Setup, nexthops: usize) {
     let pause = Arc::new(Mutex::new(()));
     let shared = Arc::clone(&pause);
-    let stand_in = |kernel| Arc::new(Unread { kernel, pause: shared }) as Arc<dyn Kernel>;
-    let (subnets, mut status) = setup.start_on(stand_in).await;
+    let (subnets, mut status) = setup
+        .start_on(|kernel| Arc::new(Unread { kernel, pause: shared }) as Arc<dyn Kernel>)
+        .await;
     let healthy = see();
     let by_nexthop = healthy.iter().filter(|line| line.contains(" nhid ")).count();
     // One more is foreign.

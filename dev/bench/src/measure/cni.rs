@@ -23,8 +23,9 @@ const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\n\
 pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
     let bytes = fs::metadata(plugin).with_context(|| plugin.display().to_string())?.len();
     let dir = tempfile::tempdir()?;
-    let (env, state, delegate) =
-        (dir.path().join("subnet.env"), dir.path().join("state"), dir.path().join("nothing"));
+    let env = dir.path().join("subnet.env");
+    let state = dir.path().join("state");
+    let delegate = dir.path().join("nothing");
     fs::write(&env, ENV)?;
     fs::write(&delegate, "#!/bin/sh\necho '{\"cniVersion\":\"1.1.0\"}'\n")?;
     fs::set_permissions(&delegate, Permissions::from_mode(0o755))?;

@@ -1,4 +1,5 @@
-//! Many new peers at once: from the sending of the view to the kernel's last acknowledgement.
+//! Many new peers at once: the time from the sending of the view until the kernel has acknowledged
+//! the last object.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,23 +16,27 @@ use crate::parts::report::{Report, median};
 use crate::parts::timed::Timed;
 use crate::parts::witness::compare;
 
-/// Rounds in which the engine and each kind of floor are measured in turn, because a machine's
-/// speed drifts. A multiple of the number of measurements, so that each takes each place equally
-/// often.
+/// The number of rounds. Each round measures the engine and each kind of floor in turn, because the
+/// speed of a machine drifts. It is a multiple of the number of measurements, so that each is
+/// measured in each position equally often.
 const ROUNDS: u32 = WAYS.len() as u32 + 1;
-/// The minimum number of peers in all rounds, because a run of ten milliseconds is too short.
+/// The minimum number of peers in all rounds together. A run with fewer takes ten milliseconds,
+/// which is too short.
 const MEASURED: u32 = 75_000;
 const MOST_ROUNDS: u32 = 2 * ROUNDS;
 const RATIO: f64 = 1.5;
-/// The maximum number of routes with a gateway each, because they take quadratic time.
+/// The maximum number of routes with a gateway each. More would take too long, because their time
+/// is quadratic.
 const CLASSIC_MOST: u32 = 30_000;
 /// The way of writing for routes with a gateway each.
 const CLASSIC_WAY: Way = Way { group: usize::MAX, batch: 256 };
-/// The required factor to them, from this number of peers on.
+/// How many times as fast as the writer of such routes the engine must be, and the number of peers
+/// from which on this is required.
 const CLASSIC: (u32, f64) = (30_000, 10.0);
-/// With more peers than these, this number is measured in the same rounds, to compare the growth.
+/// If there are more peers than this, this number is measured in the same rounds too, to compare
+/// the growth.
 const FEW: u32 = 10_000;
-/// The maximum growth of the time relative to that of the number of peers.
+/// The maximum growth of the time, relative to the growth of the number of peers.
 const GROWTH: f64 = 7.5 / 6.5;
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {

@@ -16,7 +16,7 @@ use crate::parts::store::{Etcd, Store};
 
 /// The limit for each fault, in seconds.
 const LIMIT: f64 = 10.0;
-/// The time in which a fault takes effect, and in which it is over.
+/// The timeout until a fault takes effect, and until it is over.
 const PATIENCE: Duration = Duration::from_secs(60);
 const HOSTS: usize = 3;
 

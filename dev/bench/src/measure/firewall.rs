@@ -75,7 +75,7 @@ fn delete(host: &Host, variant: &str, n: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A program that runs this one with another variant of iptables in its search path.
+/// A script that runs the bench itself with another variant of iptables in its search path.
 fn with_variant(dir: &Path, variant: &str) -> anyhow::Result<PathBuf> {
     let programs = dir.join(variant);
     std::fs::create_dir(&programs)?;

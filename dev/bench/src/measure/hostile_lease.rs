@@ -14,7 +14,8 @@ use crate::parts::cluster::{Families, Peer, peers};
 use crate::parts::daemon::Daemon;
 use crate::parts::report::Report;
 
-/// Of leases in a directory, the one with the smallest key wins a clash.
+/// The key of the hostile lease. If leases in a directory clash, the one with the smallest key is
+/// accepted.
 const HOSTILE: &str = "10.0.1.0-24";
 /// An ordinary lease that comes and goes. Its route shows that all changes before it are taken in.
 const WITNESS: &str = "10.250.0.0-24";

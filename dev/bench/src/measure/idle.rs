@@ -10,9 +10,9 @@ use crate::parts::report::Report;
 /// The firewall wakes every five seconds to check its rules. Probes of paths have a bench of their
 /// own.
 const QUIET: [&str; 2] = ["--iptables-forward-rules=false", "--path-interval=0"];
-/// The time in which unused threads end.
+/// The time after which unused threads of the runtime have ended.
 const SETTLE: Duration = Duration::from_secs(15);
-/// The maximum time of a start, during which the timer already runs.
+/// The maximum time from the start of the daemon, which starts its timers, to the measurement.
 const START: Duration = Duration::from_secs(60);
 const SLOW_TIMER: Duration = Duration::from_secs(300);
 

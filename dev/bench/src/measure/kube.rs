@@ -20,7 +20,7 @@ use crate::parts::report::{Report, percentile};
 const FAMILY: Family = Family::V4;
 /// This node.
 pub(crate) const OWN: &str = "node-1";
-/// The average of KEP-589.
+/// The size of a node in bytes: the average in KEP-589.
 const BYTES: usize = 20_000;
 const PREFIX: &str = "flannel.alpha.coreos.com/";
 const P99_MS: f64 = 5.0;
@@ -31,39 +31,12 @@ const REST: Duration = Duration::from_secs(5);
 /// The timeout of each step.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// A node as kubelet and controllers write it; with a lease unless it is this one.
+/// The name and the content of a node as kubelet and controllers write it. It has a lease unless it
+/// is this one.
 pub(crate) fn node(peer: Peer) -> (String, Value) {
     let n = peer.0;
-    let mut annotations = json!({
-        "node.alpha.kubernetes.io/ttl": "300",
-        "volumes.kubernetes.io/controller-managed-attach-detach": "true",
-    });
-    if n != 1 {
-        let own = json!({
-            format!("{PREFIX}kube-subnet-manager"): "true",
-            format!("{PREFIX}backend-type"): "vxlan",
-            format!("{PREFIX}backend-data"):
-                format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, peer.mac(FAMILY)),
-            format!("{PREFIX}public-ip"): peer.public(FAMILY).to_string(),
-        });
-        annotations
-            .as_object_mut()
-            .expect("an object")
-            .extend(own.as_object().expect("an object").clone());
-    }
-    let condition = |kind: &str| {
-        json!({
-            "type": kind,
-            "status": "False",
-            "reason": format!("Kubelet{kind}"),
-            "message": format!("kubelet says {kind}"),
-            "lastHeartbeatTime": "2026-11-21T20:00:00Z",
-            "lastTransitionTime": "2026-11-01T00:00:00Z",
-        })
-    };
-    let conditions: Vec<Value> =
-        ["MemoryPressure", "DiskPressure", "PIDPressure", "Ready"].map(condition).into();
     let subnet = peer.subnet(FAMILY).to_string();
+    let conditions = ["MemoryPressure", "DiskPressure", "PIDPressure", "Ready"].map(condition);
     let mut node = json!({
         "metadata": {
             "labels": {
@@ -71,7 +44,7 @@ pub(crate) fn node(peer: Peer) -> (String, Value) {
                 "kubernetes.io/os": "linux",
                 "topology.kubernetes.io/zone": "z1",
             },
-            "annotations": annotations,
+            "annotations": annotations(peer),
             "managedFields": [{
                 "manager": "kubelet",
                 "operation": "Update",
@@ -91,15 +64,43 @@ pub(crate) fn node(peer: Peer) -> (String, Value) {
             "images": [],
         },
     });
+    // Images fill the node up to its size.
     let missing = BYTES.saturating_sub(node.to_string().len());
-    let image = |i: usize| {
-        let name = format!("registry.example/team/service-{i}");
-        let names = [format!("{name}@sha256:{:064x}", i * 7919), format!("{name}:v1.{i}")];
-        json!({ "names": names, "sizeBytes": 100_000_000 + i })
-    };
     let each = image(10).to_string().len() + 1;
     node["status"]["images"] = (0..missing / each).map(image).collect();
     (format!("node-{n}"), node)
+}
+
+fn annotations(peer: Peer) -> Value {
+    let mut annotations = json!({
+        "node.alpha.kubernetes.io/ttl": "300",
+        "volumes.kubernetes.io/controller-managed-attach-detach": "true",
+    });
+    if peer.0 != 1 {
+        let data = format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, peer.mac(FAMILY));
+        annotations[format!("{PREFIX}kube-subnet-manager")] = json!("true");
+        annotations[format!("{PREFIX}backend-type")] = json!("vxlan");
+        annotations[format!("{PREFIX}backend-data")] = json!(data);
+        annotations[format!("{PREFIX}public-ip")] = json!(peer.public(FAMILY).to_string());
+    }
+    annotations
+}
+
+fn condition(kind: &str) -> Value {
+    json!({
+        "type": kind,
+        "status": "False",
+        "reason": format!("Kubelet{kind}"),
+        "message": format!("kubelet says {kind}"),
+        "lastHeartbeatTime": "2026-11-21T20:00:00Z",
+        "lastTransitionTime": "2026-11-01T00:00:00Z",
+    })
+}
+
+fn image(i: usize) -> Value {
+    let name = format!("registry.example/team/service-{i}");
+    let names = [format!("{name}@sha256:{:064x}", i * 7919), format!("{name}:v1.{i}")];
+    json!({ "names": names, "sizeBytes": 100_000_000 + i })
 }
 
 /// Adds `count` nodes and this one to an API server.
@@ -107,7 +108,7 @@ pub(crate) fn fill(server: &ApiServer, count: u32) {
     server.fill(std::iter::once(Peer(1)).chain(peers(count)).map(node));
 }
 
-/// Starts a manager on such a server, and waits for its first complete view.
+/// Starts a manager on a server with `count` nodes, and waits for its first complete view.
 pub(crate) async fn follow(
     url: &str,
     dir: &std::path::Path,
@@ -128,7 +129,8 @@ pub(crate) async fn follow(
     Ok((manager, views))
 }
 
-/// One changed node among many: from the write in the API server to the set of leases.
+/// One changed node among many: the time from the write in the API server until the set of leases
+/// has the change.
 pub(crate) fn event(nodes: u32, events: u32) -> anyhow::Result<Report> {
     let server = ApiServer::new();
     let dir = tempfile::tempdir()?;

@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// A thread whose processor time can be read.
 struct Worker {
     task: String,
-    /// The version that it has reached.
+    /// The latest resource version that it has read.
     version: Arc<AtomicU64>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<std::thread::JoinHandle<anyhow::Result<()>>>,
@@ -41,7 +41,8 @@ impl Worker {
     where
         F: Future<Output = anyhow::Result<()>>,
     {
-        let (version, (stop, stopped)) = (Arc::<AtomicU64>::default(), oneshot::channel());
+        let version = Arc::<AtomicU64>::default();
+        let (stop, stopped) = oneshot::channel();
         let (sender, receiver) = mpsc::channel();
         let shared = Arc::clone(&version);
         let thread = std::thread::spawn(move || {
@@ -148,8 +149,10 @@ async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result
     floor.reaches(begin).await?;
     let ours = follower(server.url(), here, nodes)?;
     ours.reaches(begin).await?;
-    let (mut ratios, mut own, mut skipped, mut version) =
-        (Vec::new(), Vec::new(), Vec::new(), begin);
+    let mut ratios = Vec::new();
+    let mut own = Vec::new();
+    let mut skipped = Vec::new();
+    let mut version = begin;
     for _ in 0..ROUNDS {
         let before = (ours.processor_time()?, floor.processor_time()?);
         let count = RATE * u32::try_from(seconds)?;
@@ -197,7 +200,7 @@ fn follower(url: String, dir: std::path::PathBuf, nodes: u32) -> anyhow::Result<
         };
         tokio::select! {
             ended = look => {
-                // A wait for a version then fails.
+                // The thread ends, and a wait for a version fails.
                 version.store(0, Ordering::Relaxed);
                 ended
             }

@@ -1,4 +1,5 @@
-//! The memory of the set of all leases: resident memory with leases, less that without.
+//! The memory of the set of all leases: the resident memory with leases, minus the
+//! resident memory without them.
 //!
 //! Another process holds them, so that the writer of the store does not count. It is measured
 //! without leases first, so that code and buffers do not count.

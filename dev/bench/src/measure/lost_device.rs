@@ -44,7 +44,7 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-/// From the end of the deletion until the kernel has acknowledged the last object.
+/// The time from the end of the deletion until the kernel has acknowledged the last object.
 fn run_once(peers: u32, families: Families, wrong: &mut Vec<String>) -> anyhow::Result<Duration> {
     let fixture = Fixture::new()?;
     let mut timed = None;

@@ -7,7 +7,7 @@ use crate::parts::cluster::Families;
 use crate::parts::daemon::{Daemon, program};
 use crate::parts::report::Report;
 
-/// The maximum in MiB, up to a number of peers.
+/// The limits: a number of peers, and the maximum memory in MiB up to this number.
 const RSS_MIB: [(u32, f64); 2] = [(5_000, 14.0), (50_000, 64.0)];
 /// The pause after the last object is in place.
 const REST: Duration = Duration::from_secs(5);

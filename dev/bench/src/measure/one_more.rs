@@ -1,4 +1,5 @@
-//! One new peer among many: from the sending of the view until the event of its last object.
+//! One new peer among many: the time from the sending of the view until the event of its last
+//! object.
 
 use std::collections::HashSet;
 use std::time::Instant;
@@ -11,7 +12,7 @@ use crate::parts::report::{Latency, Report};
 use crate::parts::witness::compare;
 
 const P99_MS: f64 = 2.0;
-/// The number of peers that are not measured.
+/// The number of peers that warm up, and are not measured.
 const WARM_UP: u32 = 50;
 /// The number of /24 subnets in 10.0.0.0/8, without the unused subnet and the subnet of this host.
 const MOST: u32 = (1 << 16) - 2;

@@ -12,11 +12,11 @@ use crate::parts::cluster::{Families, Peer};
 use crate::parts::daemon::{Daemon, program};
 use crate::parts::report::Report;
 
-/// The processor time of the probes, in per cent of a core.
+/// The maximum processor time of the probes, in per cent of a core.
 const CPU_PERCENT: f64 = 1.0;
-/// The memory that they add.
+/// The maximum memory that the probes add.
 const RSS_KIB: u64 = 2048;
-/// The time in which a daemon gets idle.
+/// The time after which a daemon is idle.
 const SETTLE: Duration = Duration::from_secs(10);
 
 pub(crate) fn run(peers: u32, seconds: u64, flanneld: Option<PathBuf>) -> anyhow::Result<Report> {
@@ -44,7 +44,7 @@ pub(crate) fn run(peers: u32, seconds: u64, flanneld: Option<PathBuf>) -> anyhow
 
 /// The cost of one daemon.
 struct Cost {
-    /// The processor time, in parts of a core.
+    /// The processor time, as a share of one core.
     cpu: f64,
     rss_kib: u64,
     /// The number of paths that are known to work.

@@ -11,14 +11,26 @@ use serde_json::Value;
 
 use crate::parts::report::Report;
 
-/// The lines of the diagram: key of the figure, class, label.
-const LINES: [(&str, &str, &str); 3] = [
-    ("classic_floor_seconds", "classic", "a gateway per route (raw writer)"),
-    ("seconds", "ours", "flannel in Rust"),
-    ("floor_seconds", "floor", "floor: nexthop objects (raw writer)"),
+/// A curve of the diagram.
+struct Curve {
+    /// The key of its figure in the JSON of cold-start.
+    key: &'static str,
+    /// Its class in the style sheet.
+    class: &'static str,
+    label: &'static str,
+}
+
+const CURVES: [Curve; 3] = [
+    Curve {
+        key: "classic_floor_seconds",
+        class: "classic",
+        label: "a gateway per route (raw writer)",
+    },
+    Curve { key: "seconds", class: "ours", label: "flannel in Rust" },
+    Curve { key: "floor_seconds", class: "floor", label: "floor: nexthop objects (raw writer)" },
 ];
 
-/// Width and height. The positions of the axes follow.
+/// The width and the height of the diagram.
 const SIZE: (f64, f64) = (720.0, 440.0);
 const LEFT: f64 = 70.0;
 const RIGHT: f64 = 470.0;
@@ -40,12 +52,22 @@ pub(crate) fn run(family: &'static str, out: &Path) -> anyhow::Result<Report> {
         "standard input has {} figures of cold-start of {family}, two are needed",
         rows.len()
     );
-    std::fs::write(out, svg(&rows, family)?).with_context(|| format!("{}", out.display()))?;
+    std::fs::write(out, Diagram::new(&rows, family).svg()?)
+        .with_context(|| format!("{}", out.display()))?;
     Ok(Report { family: Some(family), ..Report::default() })
 }
 
-fn points(rows: &[Value], key: &str) -> Vec<(f64, f64)> {
-    rows.iter().filter_map(|row| Some((row["peers"].as_f64()?, row[key].as_f64()?))).collect()
+/// A point of a curve.
+struct Point {
+    peers: f64,
+    seconds: f64,
+}
+
+/// The points of a curve, from the rows that have its figure.
+fn points(rows: &[Value], key: &str) -> Vec<Point> {
+    let point =
+        |row: &Value| Some(Point { peers: row["peers"].as_f64()?, seconds: row[key].as_f64()? });
+    rows.iter().filter_map(point).collect()
 }
 
 /// A logarithmic axis: the decades that contain all values, and their positions.
@@ -72,12 +94,108 @@ impl Axis {
     }
 }
 
-fn svg(rows: &[Value], family: &str) -> anyhow::Result<String> {
-    let all: Vec<(f64, f64)> = LINES.iter().flat_map(|(key, ..)| points(rows, key)).collect();
-    let x = Axis::new(all.iter().map(|p| p.0), LEFT, RIGHT);
-    let y = Axis::new(all.iter().map(|p| p.1), BOTTOM, TOP);
+/// The diagram of some rows of figures.
+struct Diagram<'a> {
+    rows: &'a [Value],
+    family: &'a str,
+    x: Axis,
+    y: Axis,
+}
+
+impl<'a> Diagram<'a> {
+    fn new(rows: &'a [Value], family: &'a str) -> Self {
+        let all: Vec<Point> = CURVES.iter().flat_map(|curve| points(rows, curve.key)).collect();
+        let x = Axis::new(all.iter().map(|point| point.peers), LEFT, RIGHT);
+        let y = Axis::new(all.iter().map(|point| point.seconds), BOTTOM, TOP);
+        Self { rows, family, x, y }
+    }
+
+    fn svg(&self) -> Result<String, std::fmt::Error> {
+        let mut svg = head(self.family);
+        self.draw_grid(&mut svg)?;
+        self.draw_curves(&mut svg)?;
+        svg.push_str("</svg>\n");
+        Ok(svg)
+    }
+
+    /// Draws a line with its number for each decade.
+    fn draw_grid(&self, svg: &mut String) -> std::fmt::Result {
+        for peers in self.x.decades() {
+            let at = self.x.place(peers);
+            write!(
+                svg,
+                r#"<line class="grid" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{BOTTOM}"/>"#
+            )?;
+            writeln!(
+                svg,
+                r#"<text class="soft" x="{at:.1}" y="{}" text-anchor="middle">{}</text>"#,
+                BOTTOM + 20.0,
+                thousands(peers)
+            )?;
+        }
+        for seconds in self.y.decades() {
+            let at = self.y.place(seconds);
+            write!(
+                svg,
+                r#"<line class="grid" x1="{LEFT}" y1="{at:.1}" x2="{RIGHT}" y2="{at:.1}"/>"#
+            )?;
+            writeln!(
+                svg,
+                r#"<text class="soft" x="{}" y="{:.1}" text-anchor="end">{seconds} s</text>"#,
+                LEFT - 8.0,
+                at + 4.0
+            )?;
+        }
+        writeln!(
+            svg,
+            r#"<text class="soft" x="{}" y="{}" text-anchor="middle">peers</text>"#,
+            (LEFT + RIGHT) / 2.0,
+            BOTTOM + 42.0
+        )?;
+        Ok(())
+    }
+
+    /// Draws the curves with their labels.
+    fn draw_curves(&self, svg: &mut String) -> std::fmt::Result {
+        let mut last_label = f64::NEG_INFINITY;
+        for Curve { key, class, label } in CURVES {
+            let points = points(self.rows, key);
+            let Some(last) = points.last() else { continue };
+            let places: Vec<String> = points
+                .iter()
+                .map(|point| {
+                    format!("{:.1},{:.1}", self.x.place(point.peers), self.y.place(point.seconds))
+                })
+                .collect();
+            // From the top down, so that labels do not overlap.
+            last_label = (self.y.place(last.seconds) + 4.0).max(last_label + 34.0);
+            writeln!(svg, r#"<g class="{class}"><polyline points="{}"/>"#, places.join(" "))?;
+            for point in &points {
+                let cx = self.x.place(point.peers);
+                let cy = self.y.place(point.seconds);
+                let peers = thousands(point.peers);
+                let seconds = point.seconds;
+                write!(svg, r#"<circle cx="{cx:.1}" cy="{cy:.1}" r="3.5">"#)?;
+                writeln!(svg, "<title>{peers} peers: {seconds:.3} s</title></circle>")?;
+            }
+            let at = RIGHT + 12.0;
+            write!(svg, r#"<text class="label" x="{at}" y="{last_label:.1}">{label}</text>"#)?;
+            writeln!(
+                svg,
+                r#"<text class="label" x="{at}" y="{:.1}">{} peers: {:.2} s</text></g>"#,
+                last_label + 15.0,
+                thousands(last.peers),
+                last.seconds
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// The beginning of the file, up to the title of the diagram.
+fn head(family: &str) -> String {
     let (width, height) = SIZE;
-    let mut svg = format!(
+    format!(
         concat!(
             r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" "##,
             r##"width="{width}" height="{height}" role="img" aria-labelledby="title">"##,
@@ -107,60 +225,7 @@ fn svg(rows: &[Value], family: &str) -> anyhow::Result<String> {
         height = height,
         family = family,
         left = LEFT,
-    );
-    for peers in x.decades() {
-        let at = x.place(peers);
-        write!(svg, r#"<line class="grid" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{BOTTOM}"/>"#)?;
-        writeln!(
-            svg,
-            r#"<text class="soft" x="{at:.1}" y="{}" text-anchor="middle">{}</text>"#,
-            BOTTOM + 20.0,
-            thousands(peers)
-        )?;
-    }
-    for seconds in y.decades() {
-        let at = y.place(seconds);
-        write!(svg, r#"<line class="grid" x1="{LEFT}" y1="{at:.1}" x2="{RIGHT}" y2="{at:.1}"/>"#)?;
-        writeln!(
-            svg,
-            r#"<text class="soft" x="{}" y="{:.1}" text-anchor="end">{seconds} s</text>"#,
-            LEFT - 8.0,
-            at + 4.0
-        )?;
-    }
-    writeln!(
-        svg,
-        r#"<text class="soft" x="{}" y="{}" text-anchor="middle">peers</text>"#,
-        (LEFT + RIGHT) / 2.0,
-        BOTTOM + 42.0
-    )?;
-    let mut last_label = f64::NEG_INFINITY;
-    for (key, class, label) in LINES {
-        let points = points(rows, key);
-        let Some((peers, seconds)) = points.last() else { continue };
-        let places: Vec<String> =
-            points.iter().map(|(n, s)| format!("{:.1},{:.1}", x.place(*n), y.place(*s))).collect();
-        // From the top down, so that labels do not overlap.
-        last_label = (y.place(*seconds) + 4.0).max(last_label + 34.0);
-        writeln!(svg, r#"<g class="{class}"><polyline points="{}"/>"#, places.join(" "))?;
-        for (n, s) in &points {
-            let cx = x.place(*n);
-            let cy = y.place(*s);
-            let peers = thousands(*n);
-            write!(svg, r#"<circle cx="{cx:.1}" cy="{cy:.1}" r="3.5">"#)?;
-            writeln!(svg, "<title>{peers} peers: {s:.3} s</title></circle>")?;
-        }
-        let at = RIGHT + 12.0;
-        write!(svg, r#"<text class="label" x="{at}" y="{last_label:.1}">{label}</text>"#)?;
-        writeln!(
-            svg,
-            r#"<text class="label" x="{at}" y="{:.1}">{} peers: {seconds:.2} s</text></g>"#,
-            last_label + 15.0,
-            thousands(*peers)
-        )?;
-    }
-    svg.push_str("</svg>\n");
-    Ok(svg)
+    )
 }
 
 /// A number with commas, such as 65,000.

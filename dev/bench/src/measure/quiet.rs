@@ -13,38 +13,29 @@ use crate::parts::daemon::processor_time;
 use crate::parts::faults::{Backend, Layout};
 use crate::parts::growth::Growth;
 use crate::parts::process::prepare;
-use crate::parts::report::Report;
+use crate::parts::report::{Report, shorten};
 use crate::parts::site::Site;
 use crate::parts::store::{Etcd, Store};
 
 /// The pause between two samples.
 const PAUSE: Duration = Duration::from_secs(15);
-/// The time in which every path has been probed, findings were looked for again, and allocators
-/// have what they need: after it a quiet cluster is the same for ever.
+/// The warm-up. After it every path has been probed, the checks of the host have run again, and
+/// allocators have grown to their usual size. From then on a quiet cluster does not change.
 const WARM_UP: Duration = Duration::from_secs(300);
-/// The number of doctors at a time.
+/// The number of doctors that run at the same time.
 const DOCTORS: usize = 4;
-/// The maximum number of problems that are listed.
-const LISTED: usize = 40;
 
 pub(crate) fn run(hosts: usize, minutes: u64, families: Families) -> anyhow::Result<Report> {
     let interrupter = prepare()?;
     let duration = Duration::from_secs(60 * minutes);
     let limit = std::fs::read_to_string("/proc/sys/fs/inotify/max_user_instances")?;
     if limit.trim().parse::<usize>()? <= hosts {
-        // They ignore that the file is removed. Only the machine's root can raise the limit.
+        // The other daemons do not notice that the file is removed. Only the machine's root can
+        // raise the limit.
         eprintln!("only {} daemons can watch their subnet files", limit.trim());
     }
     let begin = Instant::now();
-    let lab = Lab::builder()
-        .hosts(hosts)
-        .families(families.iter())
-        .config_field("EnableNFTables", true)
-        .interrupter(interrupter.clone())
-        .start()?;
-    let store = Store::Etcd(Etcd::new(&lab)?);
-    let layout = Layout { backend: Backend::Vxlan, hosts };
-    let mut site = Site::run(lab, store, layout, &interrupter)?;
+    let mut site = start(hosts, families, &interrupter)?;
     let started = begin.elapsed().as_secs_f64();
     eprintln!("all daemons are ready after {started:.0} s");
     eprintln!("files in {}", site.lab.dir().display());
@@ -52,11 +43,8 @@ pub(crate) fn run(hosts: usize, minutes: u64, families: Families) -> anyhow::Res
     // A short run has a short warm-up.
     let warm_up = WARM_UP.min(duration / 4);
     interrupter.pause(warm_up)?;
-    let logs = || -> Result<Vec<usize>, _> {
-        site.lab.hosts().iter().map(|host| host.log().map(|log| log.len())).collect()
-    };
-    let before = logs()?;
-    let spent = spent(&site)?;
+    let before = log_sizes(&site)?;
+    let spent_before = spent(&site)?;
     let since = Instant::now();
     let mut growth = Growth::new(Duration::ZERO);
     while since.elapsed() < duration {
@@ -64,7 +52,7 @@ pub(crate) fn run(hosts: usize, minutes: u64, families: Families) -> anyhow::Res
         interrupter.pause(PAUSE.min(duration / 12))?;
     }
     let seconds = since.elapsed().as_secs_f64();
-    let cpu = (self::spent(&site)? - spent).as_secs_f64() / seconds;
+    let cpu = (spent(&site)? - spent_before).as_secs_f64() / seconds;
     let mut wrong = logged(&site, &before)?;
     wrong.extend(growth.found());
     if growth.compared() < hosts {
@@ -74,11 +62,7 @@ pub(crate) fn run(hosts: usize, minutes: u64, families: Families) -> anyhow::Res
     if !wrong.is_empty() {
         eprintln!("the files are kept in {}", site.lab.keep_files().display());
     }
-    if wrong.len() > LISTED {
-        let more = wrong.len() - LISTED;
-        wrong.truncate(LISTED);
-        wrong.push(format!("and {more} more"));
-    }
+    shorten(&mut wrong);
     Ok(Report {
         nodes: Some(u32::try_from(hosts)?),
         family: Some(families.name()),
@@ -91,12 +75,31 @@ pub(crate) fn run(hosts: usize, minutes: u64, families: Families) -> anyhow::Res
     })
 }
 
+/// Starts a cluster with vxlan, on an etcd.
+fn start(hosts: usize, families: Families, interrupter: &Interrupter) -> anyhow::Result<Site> {
+    let lab = Lab::builder()
+        .hosts(hosts)
+        .families(families.iter())
+        .config_field("EnableNFTables", true)
+        .interrupter(interrupter.clone())
+        .start()?;
+    let store = Store::Etcd(Etcd::new(&lab)?);
+    let layout = Layout { backend: Backend::Vxlan, hosts };
+    Site::run(lab, store, layout, interrupter)
+}
+
+/// The size of the log of each daemon, in bytes.
+fn log_sizes(site: &Site) -> anyhow::Result<Vec<usize>> {
+    site.lab.hosts().iter().map(|host| Ok(host.log()?.len())).collect()
+}
+
 /// The processor time of all daemons so far.
 fn spent(site: &Site) -> anyhow::Result<Duration> {
     site.lab.hosts().iter().filter_map(Host::daemon_pid).map(processor_time).sum()
 }
 
-/// The lines that the daemons logged since then, without times, each with the number of hosts.
+/// The lines that the daemons have logged since their logs had these sizes. Lines that differ only
+/// in their values are one line, with their number.
 fn logged(site: &Site, before: &[usize]) -> anyhow::Result<Vec<String>> {
     /// Lines with one constant text.
     struct Line {
@@ -152,10 +155,9 @@ fn found(site: &Site, interrupter: &Interrupter) -> anyhow::Result<Vec<String>> 
             }
         };
         let doctors: Vec<_> = (0..DOCTORS).map(|_| scope.spawn(doctor)).collect();
-        let join = |doctor: std::thread::ScopedJoinHandle<'_, anyhow::Result<()>>| {
+        doctors.into_iter().try_for_each(|doctor| {
             doctor.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        doctors.into_iter().try_for_each(join)
+        })
     })?;
     Ok(found.into_inner()?)
 }

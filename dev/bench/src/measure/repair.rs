@@ -25,7 +25,7 @@ use crate::parts::witness::compare;
 
 /// The maximum time in milliseconds, up to a number of peers.
 const P99_MS: [(u32, f64); 2] = [(15_000, 5.0), (50_000, 10.0)];
-/// The pause between two damages. The engine limits the rate of repairs if there are hundreds in a
+/// The pause between two repairs. The engine limits the rate of repairs if there are hundreds in a
 /// second.
 const PAUSE: Duration = Duration::from_millis(2);
 /// The minimum number of samples of each kind.
@@ -87,8 +87,8 @@ fn damage(
         .collect();
     let rounds = samples.div_ceil(kinds.len()).max(LEAST);
     let mut events = EventSocket::open()?;
-    let (mut figures, mut dice) =
-        (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
+    let mut figures = BTreeMap::<String, Vec<f64>>::new();
+    let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
     for _ in 0..rounds {
         for (family, damage) in &kinds {
             let number = dice.below(peers);
@@ -134,14 +134,14 @@ fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<
         .flat_map(|family| Damage::all().map(move |damage| (family, damage)))
         .filter(|(_, damage)| matches!(damage, Damage::Nexthop(_)))
         .collect();
-    let (mut figures, mut dice) =
-        (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
+    let mut figures = BTreeMap::<String, Vec<f64>>::new();
+    let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
     for _ in 0..LEAST {
         for (family, damage) in &kinds {
             let peer = Peer(2 + dice.below(peers));
             let victim = tables.victim(peer, peer, *family)?;
-            let (message, undo) =
-                (damage.message(&victim)?, damage.undo(&victim)?.unwrap_or_default());
+            let message = damage.message(&victim)?;
+            let undo = damage.undo(&victim)?.unwrap_or_default();
             std::thread::sleep(PAUSE);
             let start = Instant::now();
             raw.carry_out(&message)?;

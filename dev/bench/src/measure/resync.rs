@@ -26,8 +26,8 @@ use crate::parts::witness::compare;
 
 const PAIRS: usize = 15;
 const RATIO: f64 = 1.5;
-/// The engine reads at most once in this time, and a fifth of the time at most. That pause is not
-/// measured.
+/// The engine takes at most one snapshot in this time, and spends at most a fifth of its time on
+/// snapshots. The pause that follows from it is not measured.
 const READ_GAP: Duration = Duration::from_millis(100);
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {

@@ -1,7 +1,7 @@
 //! Random faults on two clusters of real daemons, while packets flow between all pods.
 //!
-//! One fault at a time. Packets may be lost only between hosts that the fault may break, and only
-//! until its repair is over. Afterwards all must be as before.
+//! There is one fault at a time. Packets may be lost only between hosts that the fault may break,
+//! and only until its repair is over. Afterwards all must be as before.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -11,10 +11,10 @@ use flannel_core::address::Family;
 use flannel_lab::Interrupter;
 use flannel_lab::testing::stream::{Lost, Traffic};
 
-use crate::parts::faults::{Backend, Layout, Schedule, Step};
+use crate::parts::faults::{Backend, Kind, Layout, Schedule, Step};
 use crate::parts::growth::Growth;
 use crate::parts::process::prepare;
-use crate::parts::report::{Latency, Report};
+use crate::parts::report::{Latency, Report, shorten};
 use crate::parts::site::Site;
 
 /// The time between two packets of a stream.
@@ -25,14 +25,12 @@ const REPAIR: Duration = Duration::from_secs(15);
 const RECONNECT: Duration = Duration::from_secs(30);
 /// The time after which a cluster that does not recover ends the soak.
 const GIVE_UP: Duration = Duration::from_secs(90);
-/// The time for the doctor to find nothing, at the end.
+/// The timeout at the end until the doctor finds nothing.
 const CALM: Duration = Duration::from_secs(90);
 /// The pause between two faults.
 const REST: Duration = Duration::from_millis(300);
 /// A packet on its way when the fault is planted may be lost, although it was sent before.
 const ON_ITS_WAY: Duration = Duration::from_millis(50);
-/// The maximum number of problems that are listed.
-const LISTED: usize = 40;
 
 /// The time of a fault, from before it was planted until all was as before.
 struct Spell {
@@ -65,6 +63,25 @@ impl From<&Lost> for Packet {
     }
 }
 
+/// A soak under way, and what it has found so far.
+struct Soak {
+    sites: Vec<Site>,
+    interrupter: Interrupter,
+    begin: Instant,
+    growth: Growth,
+    spells: Vec<Spell>,
+    /// The time of each repair in milliseconds, by kind of fault.
+    repairs: BTreeMap<Kind, Vec<f64>>,
+    wrong: Vec<String>,
+}
+
+/// The numbers of packets in both clusters.
+#[derive(Default)]
+struct Packets {
+    sent: usize,
+    lost: usize,
+}
+
 pub(crate) fn run(hosts: usize, minutes: u64, seed: Option<u64>) -> anyhow::Result<Report> {
     let interrupter = prepare()?;
     let clock = std::time::UNIX_EPOCH.elapsed()?.as_nanos() as u64 % 1_000_000;
@@ -75,9 +92,48 @@ pub(crate) fn run(hosts: usize, minutes: u64, seed: Option<u64>) -> anyhow::Resu
     ];
     let duration = Duration::from_secs(60 * minutes);
     eprintln!("soak: --hosts {hosts} --minutes {minutes} --seed {seed}");
+    let sites = start(layouts, &interrupter)?;
+    let traffic: Vec<Traffic> =
+        sites.iter().map(|site| Traffic::start_every(GAP, &site.lab)).collect();
+    let mut soak = Soak {
+        sites,
+        interrupter,
+        begin: Instant::now(),
+        growth: Growth::new((duration / 6).min(Duration::from_secs(120))),
+        spells: Vec::new(),
+        repairs: BTreeMap::new(),
+        wrong: Vec::new(),
+    };
+    for step in Schedule::new(seed, layouts.to_vec()) {
+        if soak.begin.elapsed() >= duration || !soak.take(step)? {
+            break;
+        }
+    }
+    soak.interrupter.check()?;
+    let seconds = soak.begin.elapsed().as_secs_f64();
+    let packets = soak.count_losses(traffic);
+    soak.examine()?;
+    let latencies =
+        soak.repairs.into_iter().map(|(kind, times)| (kind.name().into(), Latency::of(&times)));
+    Ok(Report {
+        seed: Some(seed),
+        nodes: Some(u32::try_from(hosts)?),
+        seconds: Some(seconds),
+        samples: Some(soak.spells.len()),
+        packets: Some(packets.sent),
+        lost: Some(packets.lost),
+        rss_kib: soak.growth.largest_kib(),
+        kinds: latencies.collect(),
+        wrong: soak.wrong,
+        ..Report::default()
+    })
+}
+
+/// Starts the clusters.
+fn start(layouts: [Layout; 2], interrupter: &Interrupter) -> anyhow::Result<Vec<Site>> {
     let mut sites = Vec::new();
     for layout in layouts {
-        let site = Site::start(layout, &interrupter)?;
+        let site = Site::start(layout, interrupter)?;
         eprintln!(
             "{} hosts with {}: files in {}",
             layout.hosts,
@@ -86,92 +142,79 @@ pub(crate) fn run(hosts: usize, minutes: u64, seed: Option<u64>) -> anyhow::Resu
         );
         sites.push(site);
     }
-    let traffic: Vec<Traffic> =
-        sites.iter().map(|site| Traffic::start_every(GAP, &site.lab)).collect();
-    let begin = Instant::now();
-    let mut growth = Growth::new((duration / 6).min(Duration::from_secs(120)));
-    let mut spells = Vec::new();
-    let mut wrong = Vec::new();
-    let mut kinds = BTreeMap::new();
-    for step in Schedule::new(seed, layouts.to_vec()) {
-        if begin.elapsed() >= duration {
-            break;
-        }
-        let site = &mut sites[step.cluster];
+    Ok(sites)
+}
+
+impl Soak {
+    /// Plants a fault and waits for the repair. Returns whether the soak can go on, because all is
+    /// as before.
+    fn take(&mut self, step: Step) -> anyhow::Result<bool> {
+        let site = &mut self.sites[step.cluster];
         let planted = Instant::now();
-        let at = begin.elapsed().as_secs_f64();
+        let at = self.begin.elapsed().as_secs_f64();
         eprint!("{at:>7.1} s  {:<8} {step}, for {:.1} s: ", site.name(), step.hold.as_secs_f64());
-        let outcome = suffer(site, step, &interrupter);
-        let Step { cluster, .. } = step;
-        spells.push(Spell { cluster, step, begin: planted, end: Instant::now() });
+        let outcome = suffer(site, step, &self.interrupter);
+        let cluster = step.cluster;
+        self.spells.push(Spell { cluster, step, begin: planted, end: Instant::now() });
         let took = match outcome {
             Ok(took) => took,
             Err(error) => {
                 eprintln!("{error:#}");
-                wrong.push(format!("{at:.1} s: {}: {step}: {error:#}", site.name()));
-                break;
+                self.wrong.push(format!("{at:.1} s: {}: {step}: {error:#}", site.name()));
+                return Ok(false);
             }
         };
         eprintln!("as before after {:.2} s", took.as_secs_f64());
-        let times: &mut Vec<f64> = kinds.entry(step.fault.kind).or_default();
-        times.push(took.as_secs_f64() * 1e3);
+        self.repairs.entry(step.fault.kind).or_default().push(took.as_secs_f64() * 1e3);
         let most = if step.outage.is_some() { RECONNECT } else { REPAIR };
         if took > most {
-            wrong.push(format!(
+            self.wrong.push(format!(
                 "{at:.1} s: {}: {step}: as before after {:.1} s, expected within {} s",
                 site.name(),
                 took.as_secs_f64(),
                 most.as_secs()
             ));
         }
-        sites.iter().for_each(|site| site.sample(&mut growth));
-        interrupter.pause(REST)?;
+        self.sites.iter().for_each(|site| site.sample(&mut self.growth));
+        self.interrupter.pause(REST)?;
+        Ok(true)
     }
-    interrupter.check()?;
-    let seconds = begin.elapsed().as_secs_f64();
-    let mut packets = 0;
-    let mut lost = 0;
-    for (cluster, (site, traffic)) in sites.iter().zip(traffic).enumerate() {
-        let (sent, missing) = traffic.end();
-        packets += sent;
-        lost += missing.len();
-        let missing: Vec<Packet> = missing.iter().map(Packet::from).collect();
-        let name = site.name();
-        wrong.extend(
-            unexcused(&spells, site.layout, cluster, &missing, begin)
-                .into_iter()
-                .map(|line| format!("{name}: {line}")),
-        );
-    }
-    for site in &sites {
-        wrong.extend(healthy(site, &interrupter)?);
-    }
-    wrong.extend(growth.found());
-    eprintln!("{} daemons were compared with themselves", growth.compared());
-    if !wrong.is_empty() {
-        for site in &mut sites {
-            eprintln!("{}: the files are kept in {}", site.name(), site.lab.keep_files().display());
+
+    /// Ends the traffic, and notes the losses that no fault excuses.
+    fn count_losses(&mut self, traffic: Vec<Traffic>) -> Packets {
+        let mut packets = Packets::default();
+        for (cluster, (site, traffic)) in self.sites.iter().zip(traffic).enumerate() {
+            let (sent, missing) = traffic.end();
+            packets.sent += sent;
+            packets.lost += missing.len();
+            let missing: Vec<Packet> = missing.iter().map(Packet::from).collect();
+            let name = site.name();
+            self.wrong.extend(
+                unexcused(&self.spells, site.layout, cluster, &missing, self.begin)
+                    .into_iter()
+                    .map(|line| format!("{name}: {line}")),
+            );
         }
+        packets
     }
-    if wrong.len() > LISTED {
-        let more = wrong.len() - LISTED;
-        wrong.truncate(LISTED);
-        wrong.push(format!("and {more} more"));
+
+    /// Examines the clusters and the memory of the daemons at the end. Keeps the files if something
+    /// is wrong.
+    fn examine(&mut self) -> anyhow::Result<()> {
+        for site in &self.sites {
+            self.wrong.extend(healthy(site, &self.interrupter)?);
+        }
+        self.wrong.extend(self.growth.found());
+        eprintln!("{} daemons were compared with themselves", self.growth.compared());
+        if !self.wrong.is_empty() {
+            for site in &mut self.sites {
+                let files = site.lab.keep_files().display().to_string();
+                eprintln!("{}: the files are kept in {files}", site.name());
+            }
+        }
+        shorten(&mut self.wrong);
+        Ok(())
     }
-    let latencies =
-        kinds.into_iter().map(|(kind, times)| (kind.name().into(), Latency::of(&times)));
-    Ok(Report {
-        seed: Some(seed),
-        nodes: Some(u32::try_from(hosts)?),
-        seconds: Some(seconds),
-        samples: Some(spells.len()),
-        packets: Some(packets),
-        lost: Some(lost),
-        rss_kib: growth.largest_kib(),
-        kinds: latencies.collect(),
-        wrong,
-        ..Report::default()
-    })
 }
 
 /// Plants a fault, ends it, and waits until all is as before. Returns the time since its end.
@@ -203,22 +246,23 @@ fn unexcused(
     lost: &[Packet],
     since: Instant,
 ) -> Vec<String> {
-    type Path = (Option<usize>, [usize; 2], Family);
-    let mut found: BTreeMap<Path, Vec<Instant>> = BTreeMap::new();
+    let mut found: BTreeMap<LossyPath, Vec<Instant>> = BTreeMap::new();
     for packet in lost {
         if spells.iter().any(|spell| spell.excuses(layout, cluster, packet)) {
             continue;
         }
-        let before = spells.iter().rposition(|spell| spell.begin <= packet.at + ON_ITS_WAY);
-        found.entry((before, packet.hosts, packet.family)).or_default().push(packet.at);
+        let spell = spells.iter().rposition(|spell| spell.begin <= packet.at + ON_ITS_WAY);
+        let path = LossyPath { spell, hosts: packet.hosts, family: packet.family };
+        found.entry(path).or_default().push(packet.at);
     }
-    let line = |((before, [from, to], family), times): (Path, Vec<Instant>)| {
+    let mut lines = Vec::new();
+    for (path, times) in found {
         let seconds = |at: Option<&Instant>| {
             at.map_or(0.0, |at| at.saturating_duration_since(since).as_secs_f64())
         };
         let first = seconds(times.iter().min());
         let last = seconds(times.iter().max());
-        let fault = match before.map(|n| &spells[n]) {
+        let fault = match path.spell.map(|n| &spells[n]) {
             None => "before the first fault".to_owned(),
             Some(spell) => {
                 let word = if times.iter().any(|at| *at <= spell.end) { "during" } else { "after" };
@@ -226,13 +270,23 @@ fn unexcused(
                 format!("{word} `{}`{other}", spell.step)
             }
         };
-        format!(
-            "{} packets from host {from} to host {to} ({family}) lost at {first:.2} to {last:.2} \
-             s, {fault}",
-            times.len()
-        )
-    };
-    found.into_iter().map(line).collect()
+        let count = times.len();
+        let LossyPath { hosts: [from, to], family, .. } = path;
+        lines.push(format!(
+            "{count} packets from host {from} to host {to} ({family}) lost at {first:.2} to \
+             {last:.2} s, {fault}"
+        ));
+    }
+    lines
+}
+
+/// A path that lost packets.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct LossyPath {
+    /// The last fault before the losses, as its place among the spells.
+    spell: Option<usize>,
+    hosts: [usize; 2],
+    family: Family,
 }
 
 /// What is wrong at the end of the soak.
@@ -241,7 +295,7 @@ fn healthy(site: &Site, interrupter: &Interrupter) -> anyhow::Result<Vec<String>
     let begin = Instant::now();
     for host in site.lab.hosts() {
         loop {
-            // The soak is the other program of which `repairs` tells.
+            // `repairs` reports that another program changes objects. That program is the soak.
             let mut findings = site.findings(host)?;
             findings.retain(|finding| finding.check != "repairs");
             if findings.is_empty() {
@@ -265,7 +319,7 @@ fn healthy(site: &Site, interrupter: &Interrupter) -> anyhow::Result<Vec<String>
 
 #[cfg(test)]
 mod tests {
-    use crate::parts::faults::{Fault, Kind};
+    use crate::parts::faults::Fault;
 
     use super::*;
 

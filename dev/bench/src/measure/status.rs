@@ -1,4 +1,4 @@
-//! The time of a daemon with many peers for a status.
+//! The time in which a daemon with many peers answers a request for its status.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

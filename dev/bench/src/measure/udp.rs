@@ -21,7 +21,7 @@ use self::process::Process;
 use crate::parts::process::prepare;
 use crate::parts::report::{Report, Row, median};
 
-/// The rounds of a figure. The backends alternate.
+/// The number of rounds for a figure. The backends alternate in them.
 const ROUNDS: usize = 3;
 const PATIENCE: Duration = Duration::from_secs(60);
 const PORT: u16 = 5000;
@@ -113,7 +113,7 @@ impl Pair {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !ends.load(Ordering::Relaxed) {
-                    // A full queue refuses some.
+                    // A full queue refuses some datagrams.
                     let _ = outbox.send(&[7; SMALL]);
                 }
             });
@@ -208,7 +208,7 @@ impl Pairs {
     }
 
     /// A stream beside a flood, relative to the stream of the same backend alone: how much each
-    /// keeps, and the rates of the floods. Before, a flood alone.
+    /// keeps, and the rates of the floods. A flood alone is measured first.
     fn flood(&self, alone: &Row) -> anyhow::Result<[Row; 4]> {
         let process = Process::of(&self.udp);
         let before = process.rss()?;

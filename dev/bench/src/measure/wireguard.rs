@@ -34,7 +34,7 @@ const CONFIG: &str =
     r#"{"Network":"10.0.0.0/8","SubnetLen":24,"Backend":{"Type":"wireguard","MTU":1500}}"#;
 const MODULES: [&str; 3] = ["nlmon", "veth", "wireguard"];
 const ROUNDS: usize = 3;
-/// As many as wgctrl puts into a message.
+/// The number of peers in a message, as wgctrl sends them.
 const IN_A_MESSAGE: usize = 32;
 /// `NETLINK_GENERIC`.
 const GENERIC: u16 = 16;
@@ -185,7 +185,7 @@ fn generic() -> anyhow::Result<(Raw, u16)> {
     let mut netlink = Raw::open_to(NlFamily::Generic)?;
     let request = message(16, 0x1, &[3, 2, 0, 0], &[(2, b"wireguard\0")]);
     let answer = netlink.ask(&request)?;
-    // After the header of the message and that of generic netlink, the first attribute with a
+    // After the headers of the message and of generic netlink, the first attribute with a
     // number of two bytes is `CTRL_ATTR_FAMILY_ID`.
     let mut attributes = answer.get(HEADER + 4..).context("an answer has attributes")?;
     while let Some([a, b, kind, 0, value @ ..]) = attributes.first_chunk::<6>() {
@@ -234,24 +234,25 @@ fn write_ours(count: u32) -> anyhow::Result<Round> {
 }
 
 fn leases(count: u32) -> LeaseSet {
-    let lease = |peer: Peer| {
-        let key = PublicKey(key(peer));
-        let data = format!(r#"{{"PublicKey":"{key}","Port":51820}}"#);
-        let revision = Revision(u64::from(peer.0));
-        Lease {
-            subnets: Subnets::new(Families::Ipv4.iter().map(|family| peer.subnet(family)))
-                .expect("a family"),
-            attrs: LeaseAttrs::from(
-                Offer::new(Dual { v4: Some(endpoint(peer).into()), v6: None })
-                    .with_kind("wireguard")
-                    .with_data(Dual { v4: Some(data.into()), v6: None }),
-            ),
-            expires: None,
-            since: revision,
-            revision,
-        }
-    };
-    peers(count).map(lease).collect()
+    peers(count)
+        .map(|peer| {
+            let key = PublicKey(key(peer));
+            let data = format!(r#"{{"PublicKey":"{key}","Port":51820}}"#);
+            let revision = Revision(u64::from(peer.0));
+            Lease {
+                subnets: Subnets::new(Families::Ipv4.iter().map(|family| peer.subnet(family)))
+                    .expect("a family"),
+                attrs: LeaseAttrs::from(
+                    Offer::new(Dual { v4: Some(endpoint(peer).into()), v6: None })
+                        .with_kind("wireguard")
+                        .with_data(Dual { v4: Some(data.into()), v6: None }),
+                ),
+                expires: None,
+                since: revision,
+                revision,
+            }
+        })
+        .collect()
 }
 
 /// Sees the messages of generic netlink in a network namespace.

@@ -26,7 +26,7 @@ fn environment() -> impl Iterator<Item = (&'static str, &'static str)> {
     lines.flat_map(str::split_whitespace).filter_map(|variable| variable.split_once('='))
 }
 
-/// Dropping it ends the process.
+/// A daemon that runs. Dropping it ends the process.
 pub(crate) struct Daemon {
     child: Child,
     fixture: Fixture,
@@ -130,7 +130,7 @@ impl Daemon {
         compare(&self.fixture.netns, self.peers, self.families)
     }
 
-    /// Waits. The daemon must run afterwards.
+    /// Waits for this time, and checks that the daemon still runs.
     #[expect(clippy::disallowed_methods, reason = "the daemon must be idle for this time")]
     pub(crate) fn rest(&mut self, time: Duration) -> anyhow::Result<()> {
         std::thread::sleep(time);
@@ -218,7 +218,7 @@ pub(crate) fn figure(status: &str, field: &str) -> anyhow::Result<u64> {
     figure.with_context(|| format!("no {field} in the process's status"))
 }
 
-/// The named program, or that of this workspace, built with the profile `dist`.
+/// The named program. Without a name, builds flanneld with the profile `dist`.
 pub(crate) fn program(named: Option<PathBuf>) -> anyhow::Result<PathBuf> {
     if let Some(named) = named {
         return Ok(named);

@@ -262,71 +262,105 @@ fn hop(what: Hop, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
 }
 
 fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
-    let Victim { peer, family, index, uplink, .. } = *victim;
-    let subnet = peer.subnet(family);
-    let dst = octets(subnet.base());
+    let route = VictimRoute::new(victim)?;
     let gateway = stranger(victim);
-    let put_by = |protocol, flags, via: &[(u16, &[u8])]| {
-        let attributes = [&[(1, &dst[..])], via].concat();
-        message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), protocol, flags), &attributes)
-    };
-    let put = |via: &[(u16, &[u8])]| put_by(PROTOCOL, ONLINK, via);
-    let id = victim
-        .nexthop
-        .map(|object| nexthop(Some(object)))
-        .transpose()?
-        .map(|(_, id)| id.to_ne_bytes());
-    // The same route with this protocol and these additional attributes.
-    let as_it_was = |protocol, more: &[(u16, &[u8])]| match &id {
-        Some(id) => put_by(protocol, 0, &[&[(30, &id[..])], more].concat()),
-        None => {
-            put_by(protocol, ONLINK, &[&[(4, &index.to_ne_bytes()[..]), (5, &dst)], more].concat())
-        }
-    };
+    let index = victim.index.to_ne_bytes();
     Ok(match what {
-        Path::Delete => message(DELROUTE, PLAIN, &rtmsg(family, subnet.len(), 0, 0), &[(1, &dst)]),
-        Path::Gateway => put(&[(4, &index.to_ne_bytes()), (5, &gateway)]),
-        Path::Device => put(&[(4, &uplink.to_ne_bytes()), (5, &gateway)]),
+        Path::Delete => {
+            let header = rtmsg(route.family, route.prefix, 0, 0);
+            message(DELROUTE, PLAIN, &header, &[(1, &route.dst)])
+        }
+        Path::Gateway => route.put(PROTOCOL, ONLINK, &[(4, &index), (5, &gateway)]),
+        Path::Device => {
+            route.put(PROTOCOL, ONLINK, &[(4, &victim.uplink.to_ne_bytes()), (5, &gateway)])
+        }
         Path::Nexthop => {
             let id = nexthop(victim.other_nexthop)?.1.to_ne_bytes();
-            put_by(PROTOCOL, 0, &[(30, &id)])
+            route.put(PROTOCOL, 0, &[(30, &id)])
         }
         Path::Blackhole => {
-            let mut header = rtmsg(family, subnet.len(), PROTOCOL, 0);
+            let mut header = rtmsg(route.family, route.prefix, PROTOCOL, 0);
             header[7] = BLACKHOLE;
-            message(NEWROUTE, PUT, &header, &[(1, &dst)])
+            message(NEWROUTE, PUT, &header, &[(1, &route.dst)])
         }
-        Path::Protocol => as_it_was(STATIC, &[]),
+        Path::Protocol => route.put_again(STATIC, &[]),
         // RTA_METRICS with RTAX_MTU or RTAX_ADVMSS; RTA_EXPIRES, RTA_PREF, RTA_PREFSRC.
-        Path::Mtu => as_it_was(PROTOCOL, &[(8, &[8, 0, 2, 0, 0xe8, 3, 0, 0])]),
-        Path::Advmss => as_it_was(PROTOCOL, &[(8, &[8, 0, 8, 0, 0xe8, 3, 0, 0])]),
-        Path::Expires => as_it_was(PROTOCOL, &[(23, &3600u32.to_ne_bytes())]),
-        Path::Pref => as_it_was(PROTOCOL, &[(20, &[1])]),
+        Path::Mtu => route.put_again(PROTOCOL, &[(8, &[8, 0, 2, 0, 0xe8, 3, 0, 0])]),
+        Path::Advmss => route.put_again(PROTOCOL, &[(8, &[8, 0, 8, 0, 0xe8, 3, 0, 0])]),
+        Path::Expires => route.put_again(PROTOCOL, &[(23, &3600u32.to_ne_bytes())]),
+        Path::Pref => route.put_again(PROTOCOL, &[(20, &[1])]),
+        Path::Source => {
+            let source = match route.family {
+                Family::V4 => octets([192, 0, 2, 1].into()),
+                Family::V6 => octets([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1].into()),
+            };
+            route.put_again(PROTOCOL, &[(7, &source)])
+        }
         Path::Scope => {
             // `rtm_scope` of `struct rtmsg`.
-            let mut message = as_it_was(PROTOCOL, &[]);
+            let mut message = route.put_again(PROTOCOL, &[]);
             message[HEADER + 6] = SITE;
             message
         }
         Path::Multipath => {
-            // RTA_MULTIPATH: each a `struct rtnexthop`, and RTA_GATEWAY.
-            let path = |gateway: &[u8]| {
-                let [len, attribute] =
-                    [12, 4].map(|head| (head + gateway.len() as u16).to_ne_bytes());
-                let head =
-                    [&len[..], &[ONLINK, 0], &index.to_ne_bytes(), &attribute, &[5, 0]].concat();
-                [&head, gateway].concat()
-            };
-            put_by(PROTOCOL, 0, &[(9, &[path(&dst), path(&gateway)].concat())])
-        }
-        Path::Source => {
-            let source = match family {
-                Family::V4 => octets([192, 0, 2, 1].into()),
-                Family::V6 => octets([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1].into()),
-            };
-            as_it_was(PROTOCOL, &[(7, &source)])
+            let paths = [&route.dst, &gateway].map(|gateway| one_of_paths(victim.index, gateway));
+            route.put(PROTOCOL, 0, &[(9, &paths.concat())])
         }
     })
+}
+
+/// The route to a peer, as the network put it.
+struct VictimRoute {
+    family: Family,
+    /// The base of the peer's subnet.
+    dst: Vec<u8>,
+    /// The prefix length of the peer's subnet.
+    prefix: u8,
+    /// The tunnel device.
+    index: u32,
+    nexthop: Option<u32>,
+}
+
+impl VictimRoute {
+    fn new(victim: &Victim<'_>) -> anyhow::Result<Self> {
+        let subnet = victim.peer.subnet(victim.family);
+        let nexthop = match victim.nexthop {
+            Some(object) => Some(nexthop(Some(object))?.1),
+            None => None,
+        };
+        Ok(Self {
+            family: victim.family,
+            dst: octets(subnet.base()),
+            prefix: subnet.len(),
+            index: victim.index,
+            nexthop,
+        })
+    }
+
+    /// Puts the route with these attributes in place of its own.
+    fn put(&self, protocol: u8, flags: u8, via: &[(u16, &[u8])]) -> Vec<u8> {
+        let attributes = [&[(1, &self.dst[..])], via].concat();
+        message(NEWROUTE, PUT, &rtmsg(self.family, self.prefix, protocol, flags), &attributes)
+    }
+
+    /// Puts the route with its own attributes and these additional ones.
+    fn put_again(&self, protocol: u8, more: &[(u16, &[u8])]) -> Vec<u8> {
+        match self.nexthop {
+            Some(id) => self.put(protocol, 0, &[&[(30, &id.to_ne_bytes()[..])], more].concat()),
+            None => {
+                let index = self.index.to_ne_bytes();
+                let via = [(4, &index[..]), (5, &self.dst[..])];
+                self.put(protocol, ONLINK, &[&via[..], more].concat())
+            }
+        }
+    }
+}
+
+/// A path of RTA_MULTIPATH: a `struct rtnexthop`, and RTA_GATEWAY.
+fn one_of_paths(index: u32, gateway: &[u8]) -> Vec<u8> {
+    let [len, attribute] = [12, 4].map(|head| (head + gateway.len() as u16).to_ne_bytes());
+    let head = [&len[..], &[ONLINK, 0], &index.to_ne_bytes(), &attribute, &[5, 0]].concat();
+    [&head, gateway].concat()
 }
 
 /// A gateway that no peer has.

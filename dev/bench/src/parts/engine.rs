@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 /// more.
 pub(crate) const REST: Duration = Duration::from_millis(300);
 
-/// Dropping it ends the engine. Its objects stay.
+/// An engine that runs. Dropping it ends the engine, and its objects stay.
 pub(crate) struct Engine {
     subnets: FakeSubnets,
     handle: NetworkHandle,

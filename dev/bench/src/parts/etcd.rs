@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 /// The prefix of keys.
 pub(crate) const PREFIX: &str = "/coreos.com/network";
 
-/// Dropping it ends the process.
+/// An etcd that runs. Dropping it ends the process.
 pub(crate) struct Etcd {
     _dir: tempfile::TempDir,
     child: Child,
@@ -26,8 +26,8 @@ impl Etcd {
         let port = || -> std::io::Result<u16> {
             Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
         };
-        let (endpoint, peer) =
-            (format!("http://127.0.0.1:{}", port()?), format!("http://127.0.0.1:{}", port()?));
+        let endpoint = format!("http://127.0.0.1:{}", port()?);
+        let peer = format!("http://127.0.0.1:{}", port()?);
         let program = std::env::var_os("ETCD").unwrap_or_else(|| "etcd".into());
         let child = Command::new(&program)
             .args([

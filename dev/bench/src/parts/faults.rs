@@ -45,7 +45,7 @@ impl Layout {
 pub(crate) enum Kind {
     DaemonKilled,
     DaemonStopped,
-    /// All daemons but those that live long.
+    /// All daemons are killed, except the ones that are never restarted.
     AllDaemonsKilled,
     FirewallWiped,
     SubnetFileRemoved,
@@ -121,7 +121,7 @@ impl Kind {
         Self::ALL.into_iter().map(|(kind, _)| kind)
     }
 
-    /// Whether it hits objects of the tunnel.
+    /// Whether it changes objects of the tunnel.
     fn is_of_tunnel(self) -> bool {
         matches!(
             self,

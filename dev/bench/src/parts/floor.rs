@@ -89,8 +89,8 @@ fn rest() {
     std::thread::sleep(REST);
 }
 
-/// The index of the fastest way, by its median over several runs. The fastest single run would be
-/// chance.
+/// The index of the way with the smallest median over several runs. The fastest single run would be
+/// a chance result.
 pub(crate) fn best(measured: &[&Took]) -> usize {
     let median_of = |way: &usize| median(measured.iter().map(|took| took[*way].as_secs_f64()));
     (0..WAYS.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b))).unwrap_or_default()
@@ -181,8 +181,9 @@ pub(crate) fn delete(count: u32, families: Families) -> anyhow::Result<()> {
                 &[(1, &octets(subnet.base()))],
             )
         }));
-        let fdb = |peer: Peer| message(DELNEIGH, PLAIN, &entry, &[(2, &peer.mac(family).0)]);
-        messages.extend(peers(count).map(fdb));
+        messages.extend(
+            peers(count).map(|peer| message(DELNEIGH, PLAIN, &entry, &[(2, &peer.mac(family).0)])),
+        );
     }
     send(&messages.chunks(128).map(last_acknowledged).collect::<Vec<_>>()).map(drop)
 }

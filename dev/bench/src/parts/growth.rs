@@ -42,7 +42,7 @@ impl Growth {
         Self { warm_up, daemons: BTreeMap::new() }
     }
 
-    /// Takes a sample of a daemon if it is warm. A daemon that has ended has no more samples.
+    /// Takes a sample of a daemon that is old enough. A daemon that has ended gets no more samples.
     pub(crate) fn sample(&mut self, name: &str, pid: u32) {
         let daemon = self.daemons.entry(pid).or_insert_with(|| Daemon {
             name: name.to_owned(),
@@ -51,7 +51,8 @@ impl Growth {
         });
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
         let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).map(Iterator::count);
-        if let (Ok(memory_kib), Ok(descriptors)) = (figure(&status, "RssAnon"), descriptors)
+        if let Ok(memory_kib) = figure(&status, "RssAnon")
+            && let Ok(descriptors) = descriptors
             && daemon.seen.elapsed() >= self.warm_up
         {
             daemon.samples.push(Sample { memory_kib, descriptors: descriptors as u64 });
@@ -78,8 +79,8 @@ impl Growth {
     }
 }
 
-/// Compares the median of the last quarter of the samples with that of the first quarter. A peak
-/// that passes is no growth.
+/// Compares the median of the last quarter of the samples with the median of the first quarter. A
+/// peak that passes does not count as growth.
 fn grew(samples: &[Sample], memory_kib: u64, descriptors: u64) -> Option<String> {
     if samples.len() < ENOUGH {
         return None;

@@ -20,7 +20,7 @@ const STRANGERS: usize = 20;
 const STRANGER: &str = "0a:99:99:99:99:99";
 
 impl Fault {
-    /// Plants it.
+    /// Plants the fault.
     pub(crate) fn plant(self, site: &mut Site) -> anyhow::Result<()> {
         let host = site.host(self.host);
         match self.kind {
@@ -133,7 +133,7 @@ impl Fault {
         Ok(())
     }
 
-    /// Drops the packets of the peer: those in the tunnel, or those for the host's pods.
+    /// Drops the packets of the peer: in the tunnel, or for the pods of the host.
     fn block(self, site: &Site) -> anyhow::Result<()> {
         let host = site.host(self.host);
         run(host, "nft add table inet soak")?;
@@ -168,7 +168,8 @@ impl Fault {
 
     /// Runs the command of the doctor's finding.
     fn cure(self, site: &Site) -> anyhow::Result<()> {
-        let (host, (key, _, check)) = (site.host(self.host), self.sysctl()?);
+        let host = site.host(self.host);
+        let (key, _, check) = self.sysctl()?;
         let begin = Instant::now();
         loop {
             let findings = site.findings(host)?;

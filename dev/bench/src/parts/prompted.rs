@@ -1,4 +1,5 @@
-//! A kernel whose changes are sent by the bench only, and which reports when it is read.
+//! A kernel handle whose events come from the bench only, and which reports when the engine reads
+//! the kernel.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -12,7 +13,7 @@ use flannel_core::kernel::{
 use flannel_core::object::{Change, ObjectSet};
 use tokio::sync::{Notify, mpsc};
 
-/// A kernel with other [`Kernel::changes`].
+/// A kernel handle whose [`Kernel::changes`] the bench sends.
 #[derive(Debug)]
 pub(crate) struct Prompted {
     kernel: Arc<dyn Kernel>,

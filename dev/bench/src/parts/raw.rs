@@ -88,7 +88,8 @@ pub(crate) fn message(
 
 /// `struct ndmsg`.
 pub(crate) fn ndmsg(family: u8, index: u32, state: u16, flags: u8) -> [u8; 12] {
-    let ([a, b, c, d], [e, f]) = (index.to_ne_bytes(), state.to_ne_bytes());
+    let [a, b, c, d] = index.to_ne_bytes();
+    let [e, f] = state.to_ne_bytes();
     [family, 0, 0, 0, a, b, c, d, e, f, flags, 0]
 }
 
@@ -176,8 +177,8 @@ impl Raw {
             bytes += len;
             take(datagram);
             // The dump ends with a message of 20 bytes. An error has a datagram of its own.
-            let (last, first) =
-                (len.checked_sub(HEADER + 4).context("a short answer")?, u16_at(datagram, 4));
+            let last = len.checked_sub(HEADER + 4).context("a short answer")?;
+            let first = u16_at(datagram, 4);
             ensure!(first != ERROR, "the kernel refused a dump");
             if first == DONE || (u32_at(datagram, last) == 20 && u16_at(datagram, last + 4) == DONE)
             {

@@ -49,7 +49,7 @@ pub(crate) struct Report {
     pub(crate) floor_growth: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) p50_ms: Option<f64>,
-    /// That of the worst kind, if there are kinds.
+    /// The percentile of the worst kind, if there are kinds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) p99_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -61,7 +61,7 @@ pub(crate) struct Report {
     /// The rate of one TCP stream between pods, in gigabits per second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) gbps: Option<f64>,
-    /// That of the kernel's vxlan in the same run.
+    /// The throughput of the kernel's vxlan in the same run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) vxlan_gbps: Option<f64>,
     /// The rate of vxlan without a guard in the same run.
@@ -73,7 +73,7 @@ pub(crate) struct Report {
     /// The time in which the kernel takes the pairs of a guard, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) load_s: Option<f64>,
-    /// That of a proxy of Go flannel in the same run.
+    /// The throughput of a proxy of Go flannel in the same run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) go_gbps: Option<f64>,
     /// Figures of the backend udp, of vxlan and of Go flannel.
@@ -144,7 +144,19 @@ pub(crate) struct Latency {
     pub(crate) p99_ms: f64,
 }
 
-/// One figure of the backend udp, and of others: the medians of all rounds, and those of the
+/// The maximum number of problems that a long check lists.
+const LISTED: usize = 40;
+
+/// Replaces the problems after the first [`LISTED`] by their number.
+pub(crate) fn shorten(wrong: &mut Vec<String>) {
+    if wrong.len() > LISTED {
+        let more = wrong.len() - LISTED;
+        wrong.truncate(LISTED);
+        wrong.push(format!("and {more} more"));
+    }
+}
+
+/// One figure of the backend udp and of others: the medians of all rounds, and the medians of the
 /// ratios.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Row {

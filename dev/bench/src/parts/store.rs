@@ -135,7 +135,8 @@ impl Etcd {
         command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
         command.arg("--initial-cluster").arg(format!("default={peer}"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let (namespace, (started, pid)) = (self.namespace.clone(), channel());
+        let namespace = self.namespace.clone();
+        let (started, pid) = channel();
         let run = move || match command.spawn() {
             Ok(mut child) => {
                 let _ = started.send(Ok(child.id()));

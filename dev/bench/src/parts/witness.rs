@@ -17,94 +17,159 @@ pub(crate) fn compare(
 ) -> anyhow::Result<Vec<String>> {
     let mut wrong = Vec::new();
     for family in families.iter() {
-        let dev = device(family);
-        let inet = if family == Family::V4 { "-4" } else { "-6" };
-        let texts = netns.run(|| {
-            [
-                ip(&format!("-j {inet} route show table main")),
-                ip(&format!("-j {inet} neigh show dev {dev} nud permanent")),
-                bridge(&format!("-j fdb show dev {dev}")),
-                ip(&format!("-j nexthop show dev {dev}")),
-                ip(&format!("-j -d link show {dev}")),
-                ip(&format!("-j {inet} address show dev {dev} scope global")),
-            ]
-        });
-        let [routes, neighs, fdb, nexthops, links, addresses] =
-            texts.map(|text| serde_json::from_str::<Vec<Value>>(&text));
-        // The kernel's own routes, and the default route.
-        let others = |row: &Value| row["protocol"] == "kernel" || row["dst"] == "default";
-        let routes: Vec<Value> = routes?.into_iter().filter(|row| !others(row)).collect();
-        // Each nexthop object serves one route, and each route that names one finds it, with the
-        // same gateway.
-        let users: Vec<Value> =
-            routes.iter().filter(|row| row.get("nhid").is_some()).cloned().collect();
-        let ours = || [dev.to_owned(), ROUTE_PROTOCOL.to_string()];
-        let links: Vec<Value> = links?.iter().map(link_of).collect();
-        // iproute2 prints an empty object for each other link.
-        let addresses = addresses?;
-        let addresses = addresses.iter().filter_map(|link| link["addr_info"].as_array()).flatten();
-        let addresses: Vec<Value> =
-            addresses.filter(|address| address["local"].is_string()).cloned().collect();
-        let tables = [
-            ("link", rows(&links, &LINK), vec![own_device(family)]),
-            (
-                // The lease decides the address. Its prefix always covers one host.
-                "address",
-                rows(&addresses, &["prefixlen", "address", "label"]),
-                vec![own_address(family)],
-            ),
-            (
-                "route",
-                rows(
-                    &routes,
-                    &["dst", "gateway", "dev", "protocol", "type", "metrics", "prefsrc", "scope"],
-                ),
-                wanted(count, |p| {
-                    let way = [p.subnet(family).to_string(), p.subnet(family).base().to_string()];
-                    [&way[..], &ours(), &absent::<4>()].concat()
-                }),
-            ),
-            (
-                "neigh",
-                rows(&neighs?, &["dst", "lladdr", "router", "extern_learn"]),
-                wanted(count, |p| {
-                    let entry = [p.subnet(family).base().to_string(), p.mac(family).to_string()];
-                    [entry, absent()].concat()
-                }),
-            ),
-            (
-                "fdb",
-                rows(&fdb?, &["mac", "dst", "state", "port", "vni", "via", "nhid"]),
-                wanted(count, |p| {
-                    let entry = [
-                        p.mac(family).to_string(),
-                        p.public(family).to_string(),
-                        "permanent".into(),
-                    ];
-                    [&entry[..], &absent::<4>()].concat()
-                }),
-            ),
-            (
-                "nexthop",
-                rows(&nexthops?, &["id", "gateway", "dev", "protocol"]),
-                rows(&users, &["nhid", "gateway", "dev", "protocol"]),
-            ),
-        ];
-        for (kind, found, expected) in &tables {
-            let found_once: BTreeSet<_> = found.iter().collect();
-            let expected: BTreeSet<_> = expected.iter().collect();
-            let line = |sign: char, row: &[String]| format!("{sign} {kind} {}", row.join(" "));
-            wrong.extend(expected.difference(&found_once).take(3).map(|row| line('-', row)));
-            wrong.extend(found_once.difference(&expected).take(3).map(|row| line('+', row)));
-            if found.len() > found_once.len() {
-                wrong.push(format!(
-                    "{} {kind} entries are duplicates",
-                    found.len() - found_once.len()
-                ));
-            }
+        let objects = Objects::read(netns, family)?;
+        for table in objects.tables(&Expected { count, family }) {
+            wrong.extend(table.differences());
         }
     }
     Ok(wrong)
+}
+
+/// A row of a table: the texts of its columns.
+type Row = Vec<String>;
+
+/// The objects of one kind.
+struct Table {
+    kind: &'static str,
+    found: Vec<Row>,
+    expected: Vec<Row>,
+}
+
+impl Table {
+    fn differences(&self) -> Vec<String> {
+        let found: BTreeSet<&Row> = self.found.iter().collect();
+        let expected: BTreeSet<&Row> = self.expected.iter().collect();
+        let kind = self.kind;
+        let mut wrong = Vec::new();
+        for row in expected.difference(&found).take(3) {
+            wrong.push(format!("- {kind} {}", row.join(" ")));
+        }
+        for row in found.difference(&expected).take(3) {
+            wrong.push(format!("+ {kind} {}", row.join(" ")));
+        }
+        let duplicates = self.found.len() - found.len();
+        if duplicates > 0 {
+            wrong.push(format!("{duplicates} {kind} entries are duplicates"));
+        }
+        wrong
+    }
+}
+
+/// The objects of one family in the kernel, as iproute2 prints them.
+struct Objects {
+    links: Vec<Value>,
+    addresses: Vec<Value>,
+    /// Without the routes of the kernel, and without the default route.
+    routes: Vec<Value>,
+    neighs: Vec<Value>,
+    fdb: Vec<Value>,
+    nexthops: Vec<Value>,
+}
+
+impl Objects {
+    fn read(netns: &Netns, family: Family) -> anyhow::Result<Self> {
+        let dev = device(family);
+        let inet = if family == Family::V4 { "-4" } else { "-6" };
+        let ip = |command: String| netns.run(|| ip(&command));
+        let links = values(&ip(format!("-j -d link show {dev}")))?;
+        let addresses = values(&ip(format!("-j {inet} address show dev {dev} scope global")))?;
+        let mut routes = values(&ip(format!("-j {inet} route show table main")))?;
+        routes.retain(|row| row["protocol"] != "kernel" && row["dst"] != "default");
+        let neighs = values(&ip(format!("-j {inet} neigh show dev {dev} nud permanent")))?;
+        let fdb = values(&netns.run(|| bridge(&format!("-j fdb show dev {dev}"))))?;
+        let nexthops = values(&ip(format!("-j nexthop show dev {dev}")))?;
+        Ok(Self { links, addresses, routes, neighs, fdb, nexthops })
+    }
+
+    /// The found and the expected objects.
+    fn tables(&self, expected: &Expected) -> [Table; 6] {
+        let links: Vec<Value> = self.links.iter().map(link_of).collect();
+        // iproute2 prints an empty object for each other link.
+        let addresses = self.addresses.iter().filter_map(|link| link["addr_info"].as_array());
+        let addresses = addresses.flatten().filter(|address| address["local"].is_string());
+        // Each nexthop object serves one route, and each route that names one finds it, with the
+        // same gateway.
+        let users = || self.routes.iter().filter(|row| row.get("nhid").is_some());
+        [
+            Table {
+                kind: "link",
+                found: rows(&links, LINK),
+                expected: vec![own_device(expected.family)],
+            },
+            Table {
+                kind: "address",
+                // The lease decides the address. Its prefix always covers one host.
+                found: rows(addresses, ["prefixlen", "address", "label"]),
+                expected: vec![own_address(expected.family)],
+            },
+            Table {
+                kind: "route",
+                found: rows(
+                    &self.routes,
+                    ["dst", "gateway", "dev", "protocol", "type", "metrics", "prefsrc", "scope"],
+                ),
+                expected: expected.routes(),
+            },
+            Table {
+                kind: "neigh",
+                found: rows(&self.neighs, ["dst", "lladdr", "router", "extern_learn"]),
+                expected: expected.neighs(),
+            },
+            Table {
+                kind: "fdb",
+                found: rows(&self.fdb, ["mac", "dst", "state", "port", "vni", "via", "nhid"]),
+                expected: expected.fdb(),
+            },
+            Table {
+                kind: "nexthop",
+                found: rows(&self.nexthops, ["id", "gateway", "dev", "protocol"]),
+                expected: rows(users(), ["nhid", "gateway", "dev", "protocol"]),
+            },
+        ]
+    }
+}
+
+/// The objects that the peers of a cluster need.
+struct Expected {
+    count: u32,
+    family: Family,
+}
+
+impl Expected {
+    fn routes(&self) -> Vec<Row> {
+        let dev = device(self.family);
+        let protocol = ROUTE_PROTOCOL.to_string();
+        self.rows(|peer| {
+            let subnet = peer.subnet(self.family);
+            let gateway = subnet.base().to_string();
+            let way = [subnet.to_string(), gateway, dev.to_owned(), protocol.clone()];
+            [&way[..], &absent::<4>()].concat()
+        })
+    }
+
+    fn neighs(&self) -> Vec<Row> {
+        self.rows(|peer| {
+            let gateway = peer.subnet(self.family).base().to_string();
+            [[gateway, peer.mac(self.family).to_string()], absent()].concat()
+        })
+    }
+
+    fn fdb(&self) -> Vec<Row> {
+        self.rows(|peer| {
+            let mac = peer.mac(self.family).to_string();
+            let entry = [mac, peer.public(self.family).to_string(), "permanent".into()];
+            [&entry[..], &absent::<4>()].concat()
+        })
+    }
+
+    fn rows(&self, row: impl Fn(Peer) -> Row) -> Vec<Row> {
+        peers(self.count).map(row).collect()
+    }
+}
+
+/// The list that iproute2 printed.
+fn values(text: &str) -> anyhow::Result<Vec<Value>> {
+    Ok(serde_json::from_str(text)?)
 }
 
 /// The compared fields of a tunnel device.
@@ -144,18 +209,25 @@ fn own_address(family: Family) -> Vec<String> {
     .to_vec()
 }
 
-fn wanted(count: u32, row: impl Fn(Peer) -> Vec<String>) -> Vec<Vec<String>> {
-    peers(count).map(row).collect()
-}
-
 /// The values of absent columns.
 fn absent<const COLUMNS: usize>() -> [String; COLUMNS] {
     std::array::from_fn(|_| Value::Null.to_string())
 }
 
-fn rows(rows: &[Value], columns: &[&'static str]) -> Vec<Vec<String>> {
-    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-    rows.iter().map(|row| columns.iter().map(|column| text(&row[*column])).collect()).collect()
+/// The texts of these columns of objects.
+fn rows<'a, const COLUMNS: usize>(
+    objects: impl IntoIterator<Item = &'a Value>,
+    columns: [&str; COLUMNS],
+) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for object in objects {
+        rows.push(columns.iter().map(|column| text(&object[*column])).collect());
+    }
+    rows
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
 #[cfg(test)]

@@ -58,7 +58,8 @@ impl Outcome {
     pub(crate) fn new(options: &Options, lab: &Lab, matrix: &Matrix) -> Result<Self> {
         let mut hosts = Vec::new();
         for host in lab.hosts() {
-            let (Some(env), Some(pod)) = (host.subnet_env()?, host.pod()) else { continue };
+            let Some(env) = host.subnet_env()? else { continue };
+            let Some(pod) = host.pod() else { continue };
             hosts.push(HostRow {
                 name: host.name().to_owned(),
                 addresses: host.addresses().values().copied().collect(),

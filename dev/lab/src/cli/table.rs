@@ -102,7 +102,9 @@ fn summary(title: &str, pairs: &[&PairRow], terminal: &Terminal) -> String {
     let count =
         if reached.len() == pairs.len() { count } else { terminal.style(Style::Failed, &count) };
     let mut text = format!("\n{title}: {count}\n");
-    if let (Some(slowest), Some(fastest)) = (reached.first(), reached.last()) {
+    if let Some(slowest) = reached.first()
+        && let Some(fastest) = reached.last()
+    {
         let min = &fastest.cell;
         let median = &reached[reached.len() / 2].cell;
         let max = &slowest.cell;

@@ -140,7 +140,7 @@ impl Host {
     /// [`Builder::program`](crate::Builder::program) for its arguments.
     ///
     /// # Errors
-    /// Those of [`Host::start_daemon_with`].
+    /// The errors of [`Host::start_daemon_with`].
     pub fn start_daemon_of(&self, program: &Path, options: &[&str]) -> Result<()> {
         let mut daemon = self.lock_daemon();
         if let Some(running) = daemon.as_mut()

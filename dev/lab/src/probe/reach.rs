@@ -239,6 +239,7 @@ fn ping(
     over: &AtomicBool,
     events: &Sender<(usize, Event)>,
 ) -> Result<()> {
+    #[derive(Clone, Copy)]
     struct Target {
         size: u32,
         due: Instant,
@@ -251,8 +252,8 @@ fn ping(
     pod.namespace().enter()?;
     let socket = PingSocket::open(family).map_err(fail)?;
     let start = Instant::now();
-    let fresh = |_| Target { size: SMALL, due: start, pause: FIRST_PAUSE, reached: false };
-    let mut targets: Vec<Target> = legs.iter().map(fresh).collect();
+    let fresh = Target { size: SMALL, due: start, pause: FIRST_PAUSE, reached: false };
+    let mut targets = vec![fresh; legs.len()];
     while !over.load(Ordering::Relaxed) && targets.iter().any(|target| !target.reached) {
         let now = Instant::now();
         let mut next = now + FIRST_PAUSE;
@@ -282,7 +283,7 @@ fn ping(
             target.reached = true;
             Event::PingedFullSize
         } else {
-            *target = Target { size: leg.mtu, ..fresh(&legs[place]) };
+            *target = Target { size: leg.mtu, ..fresh };
             Event::Pinged { next: leg.mtu }
         };
         let _ = events.send((number, event));

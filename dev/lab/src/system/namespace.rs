@@ -29,11 +29,11 @@ impl Namespace {
     /// # Errors
     /// The kernel refused, usually because `CAP_SYS_ADMIN` is missing: see [`enter`](crate::enter).
     pub fn new(name: &str) -> Result<Self> {
-        let make = || -> io::Result<File> {
+        let file = on_a_thread(|| -> io::Result<File> {
             unshare(CloneFlags::CLONE_NEWNET)?;
             File::open("/proc/thread-self/ns/net")
-        };
-        let file = on_a_thread(make).map_err(Error::io(format!("new network namespace {name}")))?;
+        })
+        .map_err(Error::io(format!("new network namespace {name}")))?;
         Ok(Self { name: name.into(), file: Arc::new(file) })
     }
 

@@ -67,17 +67,20 @@ impl<'a> Watch<'a> {
 
 /// The time until `/healthz` has answered 200.
 fn health(host: &Host) -> Duration {
-    let ask = || {
-        let begin = Instant::now();
-        let mut stream = TcpStream::connect(("127.0.0.1", HEALTH_PORT)).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-        begin.elapsed()
-    };
-    host.namespace().run(ask).unwrap()
+    host.namespace()
+        .run(|| {
+            let begin = Instant::now();
+            let mut stream = TcpStream::connect(("127.0.0.1", HEALTH_PORT)).unwrap();
+            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream
+                .write_all(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+                .unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+            begin.elapsed()
+        })
+        .unwrap()
 }
 
 /// Waits until the log of each host has a text.

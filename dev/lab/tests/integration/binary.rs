@@ -232,8 +232,10 @@ impl Running {
         let result: Value = serde_json::from_str(&printed).unwrap();
         let pid = |host: &Value| host["daemon_pid"].as_u64().unwrap();
         let daemons = result["hosts"].as_array().unwrap().iter().map(pid);
-        let of = |pid: u64| format!("/proc/{pid}/ns/net");
-        let files: Vec<_> = daemons.chain([u64::from(child.id())]).map(of).collect();
+        let files: Vec<_> = daemons
+            .chain([u64::from(child.id())])
+            .map(|pid| format!("/proc/{pid}/ns/net"))
+            .collect();
         let namespaces = files.iter().map(|file| fs::read_link(file).unwrap()).collect();
         let open = files.iter().map(|file| fs::File::open(file).unwrap()).collect();
         Self { child, printed, namespaces, _open: open }

@@ -92,8 +92,7 @@ fn a_daemon_that_ends_by_itself_is_reported_with_its_log() {
         );
         host.signal_daemon(Signal::SIGKILL).unwrap();
         // The kernel needs a moment to end it.
-        let ended = || host.check_daemon().err();
-        let error = eventually(PATIENCE, ended, || "the daemon still runs");
+        let error = eventually(PATIENCE, || host.check_daemon().err(), || "the daemon still runs");
         let Error::DaemonEnded { host, status, log } = error else { panic!("{error}") };
         assert!(
             host == "host-2" && status.contains("SIGKILL") && log.lines().count() > 1,

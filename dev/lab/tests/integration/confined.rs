@@ -72,16 +72,19 @@ fn damage(host: &Host, nftables: bool) {
         }
     }
     let rules = |program| host.run(program, &["-t", "nat", "-S"]).unwrap();
-    let is_restored = || {
-        if nftables {
-            let tables = host.run("nft", &["list", "tables"]).unwrap();
-            ["flannel-ipv4", "flannel-ipv6"].iter().all(|table| tables.contains(table))
-        } else {
-            ["iptables", "ip6tables"].iter().all(|program| {
-                let rules = rules(program);
-                rules.contains("-A FLANNEL-POSTRTG") && rules.contains("-j FLANNEL-POSTRTG")
-            })
-        }
-    };
-    eventually(PATIENCE, is_restored, || host.log().unwrap());
+    eventually(
+        PATIENCE,
+        || {
+            if nftables {
+                let tables = host.run("nft", &["list", "tables"]).unwrap();
+                ["flannel-ipv4", "flannel-ipv6"].iter().all(|table| tables.contains(table))
+            } else {
+                ["iptables", "ip6tables"].iter().all(|program| {
+                    let rules = rules(program);
+                    rules.contains("-A FLANNEL-POSTRTG") && rules.contains("-j FLANNEL-POSTRTG")
+                })
+            }
+        },
+        || host.log().unwrap(),
+    );
 }

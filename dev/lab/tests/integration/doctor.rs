@@ -114,7 +114,7 @@ fn finds_one(lab: &Lab, host: &Host, any: &[&[&str]]) -> String {
     })
 }
 
-/// Waits until there is no finding.
+/// Waits until there is not a finding.
 fn finds_nothing(lab: &Lab, host: &Host) {
     finds_only(lab, host, &[]);
 }
@@ -122,34 +122,40 @@ fn finds_nothing(lab: &Lab, host: &Host) {
 /// Waits until the findings are exactly these. Each must have all its parts.
 fn finds_only(lab: &Lab, host: &Host, all: &[&[&str]]) {
     let found = RefCell::default();
-    let only_these = || {
-        let now = findings(lab, host, None);
-        let is_right = now.len() == all.len()
-            && now
-                .iter()
-                .zip(all)
-                .all(|(line, parts)| parts.iter().all(|part| line.contains(part)));
-        found.replace(now);
-        is_right
-    };
-    eventually(PATIENCE, only_these, || format!("{:#?}\n{}", found.borrow(), host.log().unwrap()));
+    eventually(
+        PATIENCE,
+        || {
+            let now = findings(lab, host, None);
+            let is_right = now.len() == all.len()
+                && now
+                    .iter()
+                    .zip(all)
+                    .all(|(line, parts)| parts.iter().all(|part| line.contains(part)));
+            found.replace(now);
+            is_right
+        },
+        || format!("{:#?}\n{}", found.borrow(), host.log().unwrap()),
+    );
 }
 
 /// Waits until the daemon's probes find this state of all paths.
 fn path_is(lab: &Lab, host: &Host, state: &str) {
     let paths = RefCell::default();
-    let found = || {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
-        command.args(["ctl", "paths", "--json", "--control-socket"]);
-        command.arg(host.dir().join("flanneld.sock"));
-        let output = host.namespace().output(&mut command).unwrap();
-        let value: Value = serde_json::from_slice(&output.stdout).unwrap();
-        let all = value["paths"].as_array().unwrap();
-        let is_right = !all.is_empty() && all.iter().all(|path| path["state"] == state);
-        paths.replace(value);
-        is_right
-    };
-    eventually(PATIENCE, found, || format!("{state}: {:#}\n{}", paths.borrow(), logs(lab)));
+    eventually(
+        PATIENCE,
+        || {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
+            command.args(["ctl", "paths", "--json", "--control-socket"]);
+            command.arg(host.dir().join("flanneld.sock"));
+            let output = host.namespace().output(&mut command).unwrap();
+            let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+            let all = value["paths"].as_array().unwrap();
+            let is_right = !all.is_empty() && all.iter().all(|path| path["state"] == state);
+            paths.replace(value);
+            is_right
+        },
+        || format!("{state}: {:#}\n{}", paths.borrow(), logs(lab)),
+    );
 }
 
 fn logs(lab: &Lab) -> String {
@@ -159,11 +165,14 @@ fn logs(lab: &Lab) -> String {
 /// Waits until the page is right, and returns it.
 fn page_that(lab: &Lab, host: &Host, form: &str, is_right: impl Fn(&str) -> bool) -> String {
     let page = RefCell::default();
-    let right = || {
-        page.replace(examine(lab, host, None, form));
-        is_right(&page.borrow())
-    };
-    eventually(PATIENCE, right, || format!("{}\n{}", page.borrow(), logs(lab)));
+    eventually(
+        PATIENCE,
+        || {
+            page.replace(examine(lab, host, None, form));
+            is_right(&page.borrow())
+        },
+        || format!("{}\n{}", page.borrow(), logs(lab)),
+    );
     page.take()
 }
 
@@ -518,7 +527,7 @@ fn directions() {
     path_is(&lab, host, "ok");
     finds_nothing(&lab, host);
 
-    // A peer that runs no daemon of ours, or has the port closed, is no finding.
+    // A peer that runs no daemon of ours, or has the port closed, is not a finding.
     other.stop_daemon(Signal::SIGTERM).unwrap();
     other.start_daemon_with(&["--doctor-port=0"]).unwrap();
     finds_nothing(&lab, host);
@@ -559,12 +568,15 @@ fn lowered_mtus() {
         mtu.map(|mtu| mtu.trim().parse::<u32>().unwrap())
     };
     let have = |mtus: [RangeInclusive<u32>; 2]| {
-        let have = || {
-            let found = routes();
-            let mut both = found.iter().zip(&mtus);
-            both.all(|(route, mtus)| mtu(route).is_some_and(|mtu| mtus.contains(&mtu)))
-        };
-        eventually(PATIENCE, have, || format!("{mtus:?}: {:#?}\n{}", routes(), logs(&lab)));
+        eventually(
+            PATIENCE,
+            || {
+                let found = routes();
+                let mut both = found.iter().zip(&mtus);
+                both.all(|(route, mtus)| mtu(route).is_some_and(|mtu| mtus.contains(&mtu)))
+            },
+            || format!("{mtus:?}: {:#?}\n{}", routes(), logs(&lab)),
+        );
     };
     let nft = |command: &str| other.run("nft", &[command]).unwrap();
     nft("add table netdev guard");
@@ -592,8 +604,11 @@ fn lowered_mtus() {
 
     nft("delete table netdev guard");
     path_is(&lab, host, "ok");
-    let gone = || routes().iter().all(|route| route.contains("flannel") && !route.contains("mtu"));
-    eventually(PATIENCE, gone, || format!("{:#?}\n{}", routes(), logs(&lab)));
+    eventually(
+        PATIENCE,
+        || routes().iter().all(|route| route.contains("flannel") && !route.contains("mtu")),
+        || format!("{:#?}\n{}", routes(), logs(&lab)),
+    );
     finds_nothing(&lab, host);
 }
 
@@ -648,8 +663,11 @@ fn only_nodes_are_answered(backend: &str) {
                 .unwrap();
             String::from_utf8(output.stdout).unwrap()
         };
-        let answered = || Some(answer(host.namespace())).filter(|answer| !answer.is_empty());
-        let node = eventually(PATIENCE, answered, || other.log().unwrap());
+        let node = eventually(
+            PATIENCE,
+            || Some(answer(host.namespace())).filter(|answer| !answer.is_empty()),
+            || other.log().unwrap(),
+        );
         assert!(
             node.contains("\"received\":10") && node.ends_with("}\nffffffffff"),
             "no more than was sent: {node}"
@@ -672,8 +690,11 @@ fn only_nodes_are_answered(backend: &str) {
     }
     // A new tunnel device of the same name.
     other.run("ip", &["link", "del", "flannel.1"]).unwrap();
-    let both_ways = || examine(&lab, host, None, "--peers=9").matches("both ways").count() >= 2;
-    eventually(PATIENCE, both_ways, || other.log().unwrap());
+    eventually(
+        PATIENCE,
+        || examine(&lab, host, None, "--peers=9").matches("both ways").count() >= 2,
+        || other.log().unwrap(),
+    );
 }
 
 /// Programs for the search path that replace those in the doctor's commands: `flannelctl` for one
@@ -803,8 +824,11 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     finds_nothing(lab, host);
     // Pods keep their MTU.
     for host in lab.hosts() {
-        let has_less = || host.subnet_env().unwrap().is_some_and(|env| env.mtu < 1400);
-        eventually(PATIENCE, has_less, || host.log().unwrap());
+        eventually(
+            PATIENCE,
+            || host.subnet_env().unwrap().is_some_and(|env| env.mtu < 1400),
+            || host.log().unwrap(),
+        );
         host.remove_pod().unwrap();
     }
     pass(lab);
@@ -944,7 +968,7 @@ fn not_mounted() {
 fn two_of_no_family(lab: &Lab) {
     let host = &lab.hosts()[0];
 
-    // Store unreachable. Only its owner can restore a directory that is no mount.
+    // Store unreachable. Only its owner can restore a directory that is not a mount point.
     let away = lab.dir().join("away");
     std::fs::rename(lab.registry(), &away).unwrap();
     std::fs::write(lab.registry(), "a file").unwrap();
@@ -1061,8 +1085,11 @@ fn two_of_other_programs(lab: &Lab) {
     let found = finds(lab, host, &["forward-drop warning", "chain gate of table inet guard"]);
     repair(lab, &[host], &found);
     cured(lab, host);
-    let restored = || host.run("nft", &["list", "tables"]).unwrap().contains("flannel-ipv4");
-    eventually(PATIENCE, restored, || host.log().unwrap());
+    eventually(
+        PATIENCE,
+        || host.run("nft", &["list", "tables"]).unwrap().contains("flannel-ipv4"),
+        || host.log().unwrap(),
+    );
     host.run("nft", &["delete", "table", "inet", "guard"]).unwrap();
 }
 

@@ -87,8 +87,11 @@ fn commands_connect_the_pods_of_hosts() {
         // The config alone runs no commands.
         third.stop_daemon(Signal::SIGTERM).unwrap();
         third.start_daemon_of(&lab.dir().join("daemon"), &["--ip-masq"]).unwrap();
-        let is_refused = || third.log().unwrap().contains("start the daemon with --allow-commands");
-        eventually(PATIENCE, is_refused, || third.log().unwrap());
+        eventually(
+            PATIENCE,
+            || third.log().unwrap().contains("start the daemon with --allow-commands"),
+            || third.log().unwrap(),
+        );
         assert!(!post(third).exists());
         third.stop_daemon(Signal::SIGTERM).unwrap();
         start(&lab, third);
@@ -151,11 +154,14 @@ fn commands_connect_the_pods_of_hosts() {
         eventually(MOVED, || !post(host).exists() && !post(third).exists(), log);
         eventually(PATIENCE, || commands(host) == 0 && commands(third) == 0, log);
         let gone = other.pod().unwrap().name().to_owned();
-        let others_pass = || {
-            let matrix = lab.matrix(Duration::from_secs(1)).unwrap();
-            matrix.failures().all(|pair| pair.from == gone || pair.to == gone)
-        };
-        eventually(PATIENCE, others_pass, log);
+        eventually(
+            PATIENCE,
+            || {
+                let matrix = lab.matrix(Duration::from_secs(1)).unwrap();
+                matrix.failures().all(|pair| pair.from == gone || pair.to == gone)
+            },
+            log,
+        );
         std::fs::write(&config, text).unwrap();
         eventually(PATIENCE, || post(host).exists() && commands(host) == 2, log);
         eventually(PATIENCE, in_sync, log);

@@ -13,14 +13,14 @@ use flannel_lab::{Builder, Lab, Signal};
 use self::cluster::{Pace, at_once, rolling, under_traffic};
 
 /// Three hosts with both families.
-fn usual() -> (Builder, Pace) {
-    (Lab::builder().families(Family::BOTH), Pace::USUAL)
+fn dual_stack() -> Builder {
+    Lab::builder().families(Family::BOTH)
 }
 
 #[test]
 fn a_cluster_moves_from_host_gw_to_vxlan_at_once() {
     as_root(|| {
-        under_traffic(usual(), "host-gw", |cluster, _| {
+        under_traffic(dual_stack(), Pace::USUAL, "host-gw", |cluster, _| {
             at_once(cluster, "vxlan");
             cluster.wait_for_end("vxlan", &[]);
         });
@@ -30,7 +30,7 @@ fn a_cluster_moves_from_host_gw_to_vxlan_at_once() {
 #[test]
 fn a_cluster_moves_from_vxlan_to_host_gw_at_once() {
     as_root(|| {
-        under_traffic(usual(), "vxlan", |cluster, _| {
+        under_traffic(dual_stack(), Pace::USUAL, "vxlan", |cluster, _| {
             at_once(cluster, "host-gw");
             cluster.wait_for_end("host-gw", &["flannel.1", "flannel-v6.1"]);
             for host in cluster.lab.hosts() {
@@ -43,7 +43,7 @@ fn a_cluster_moves_from_vxlan_to_host_gw_at_once() {
 #[test]
 fn a_cluster_moves_from_host_gw_to_vxlan_by_a_rolling_restart() {
     as_root(|| {
-        under_traffic(usual(), "host-gw", |cluster, traffic| {
+        under_traffic(dual_stack(), Pace::USUAL, "host-gw", |cluster, traffic| {
             rolling(cluster, traffic, ["host-gw", "vxlan"]);
             cluster.lab.hosts().iter().for_each(|it| cluster.wait_for_offers(it, &["vxlan"]));
         });
@@ -53,7 +53,7 @@ fn a_cluster_moves_from_host_gw_to_vxlan_by_a_rolling_restart() {
 #[test]
 fn a_cluster_moves_from_vxlan_to_host_gw_by_a_rolling_restart() {
     as_root(|| {
-        under_traffic(usual(), "vxlan", |cluster, traffic| {
+        under_traffic(dual_stack(), Pace::USUAL, "vxlan", |cluster, traffic| {
             rolling(cluster, traffic, ["vxlan", "host-gw"]);
             cluster.lab.hosts().iter().for_each(|it| cluster.wait_for_offers(it, &["host-gw"]));
         });
@@ -64,7 +64,7 @@ fn a_cluster_moves_from_vxlan_to_host_gw_by_a_rolling_restart() {
 #[test]
 fn a_move_survives_a_kill_and_goes_back() {
     as_root(|| {
-        under_traffic(usual(), "vxlan", |cluster, traffic| {
+        under_traffic(dual_stack(), Pace::USUAL, "vxlan", |cluster, traffic| {
             let [first, second, third] = cluster.lab.hosts() else { panic!("three hosts") };
             cluster.configure(first, "host-gw");
             cluster.configure(second, "host-gw");

@@ -194,14 +194,20 @@ fn forged_packets_are_dropped(lab: &Lab) {
     here.run("nft", &["delete", "table", "inet", "flannel-guard-udp"]).unwrap();
     // The rules with the port come last.
     let rules = || here.run("nft", &["list", "table", "inet", "flannel-guard-udp"]);
-    let is_repaired = || rules().is_ok_and(|rules| rules.contains("8285"));
-    eventually(PATIENCE, is_repaired, || format!("{:?}\n{}", rules(), logs(lab)));
+    eventually(
+        PATIENCE,
+        || rules().is_ok_and(|rules| rules.contains("8285")),
+        || format!("{:?}\n{}", rules(), logs(lab)),
+    );
     let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|e| panic!("{e}"));
     assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
     let before = dropped().unwrap();
     sender.namespace().run(send).unwrap();
-    let both = || dropped() == Some(before + 2);
-    eventually(PATIENCE, both, || format!("{before}, then {:?}", dropped()));
+    eventually(
+        PATIENCE,
+        || dropped() == Some(before + 2),
+        || format!("{before}, then {:?}", dropped()),
+    );
 }
 
 /// Streams that a guest can encrypt: a few hundred packets a second.
@@ -241,8 +247,11 @@ fn wireguard_loses_no_packet_while_a_key_is_replaced() {
         wait_for_log(host, "in sync peers=2", before + 1);
         let new = key(host);
         assert_ne!(new, old);
-        let replaced = || known().contains(new.trim()) && !known().contains(old.trim());
-        eventually(PATIENCE, replaced, known);
+        eventually(
+            PATIENCE,
+            || known().contains(new.trim()) && !known().contains(old.trim()),
+            known,
+        );
         // 12 streams, 25 packets each at least.
         assert_no_loss(traffic, &lab, 12 * 25);
     });

@@ -61,8 +61,11 @@ pub(crate) fn ctl(lab: &Lab, host: &Host, args: &[&str]) -> Value {
 /// Waits until the route to an address has this verdict. Returns the report.
 fn why(lab: &Lab, host: &Host, address: Ipv4Addr, verdict: &str) -> Value {
     let ask = || ctl(lab, host, &["why", &address.to_string()]);
-    let is = || Some(ask()).filter(|why| why["verdict"].as_str().unwrap().starts_with(verdict));
-    eventually(PATIENCE, is, || format!("{:#}", ask()))
+    eventually(
+        PATIENCE,
+        || Some(ask()).filter(|why| why["verdict"].as_str().unwrap().starts_with(verdict)),
+        || format!("{:#}", ask()),
+    )
 }
 
 #[test]
@@ -116,8 +119,7 @@ pub(crate) fn metric(host: &Host, name: &str) -> u64 {
         let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
         Some(line.parse().unwrap())
     };
-    let found = || value(&page()).is_some();
-    eventually(PATIENCE, found, || format!("{name} is not in {}", page()));
+    eventually(PATIENCE, || value(&page()).is_some(), || format!("{name} is not in {}", page()));
     value(&page()).unwrap()
 }
 
@@ -167,7 +169,7 @@ pub(crate) fn packet(from: Ipv4Addr, to: Ipv4Addr) -> Vec<u8> {
 fn finding(lab: &Lab, host: &Host) -> Option<String> {
     let report = ctl(lab, host, &["doctor"]);
     let findings = report["findings"].as_array().unwrap();
-    // The process is no stranger at its port.
+    // The doctor knows that the process at the port is a data plane.
     assert!(findings.iter().all(|found| found["check"] != "port"), "{report:#}");
     let found = findings.iter().find(|found| found["check"] == "data-plane")?;
     Some(found["text"].as_str().unwrap().to_owned())
@@ -178,7 +180,8 @@ fn packets_are_counted_and_forged_ones_are_reported() {
     as_root(|| {
         let lab = up();
         let [host, other] = lab.hosts() else { panic!("two hosts") };
-        let ((near, from), (far, to)) = (pod(host), pod(other));
+        let (near, from) = pod(host);
+        let (far, to) = pod(other);
         let sent = counts(&lab, host, "sent");
         let received = counts(&lab, other, "received");
         let inbox = far.run(|| UdpSocket::bind((to, 5000))).unwrap().unwrap();
@@ -194,13 +197,14 @@ fn packets_are_counted_and_forged_ones_are_reported() {
         for (before, host, direction) in [(sent, host, "sent"), (received, other, "received")] {
             // The daemon reads the counts once a second.
             let now = || counts(&lab, host, direction);
-            let is_counted = || {
-                let now = now();
-                now.0 >= before.0 + packets && now.1 >= before.1 + bytes
-            };
-            eventually(PATIENCE, is_counted, || {
-                format!("{direction}: {:?} after {before:?}", now())
-            });
+            eventually(
+                PATIENCE,
+                || {
+                    let now = now();
+                    now.0 >= before.0 + packets && now.1 >= before.1 + bytes
+                },
+                || format!("{direction}: {:?} after {before:?}", now()),
+            );
         }
         assert_eq!(finding(&lab, other), None);
 
@@ -210,11 +214,14 @@ fn packets_are_counted_and_forged_ones_are_reported() {
         let dropped = "flannel_data_plane_dropped_packets_total{reason=\"foreign_node\"}";
         let before = metric(other, dropped);
         let forged = packet(from, to);
-        let found = || {
-            socket.send_to(&forged, (node, PORT)).unwrap();
-            finding(&lab, other)
-        };
-        let text = eventually(PATIENCE, found, || other.log().unwrap());
+        let text = eventually(
+            PATIENCE,
+            || {
+                socket.send_to(&forged, (node, PORT)).unwrap();
+                finding(&lab, other)
+            },
+            || other.log().unwrap(),
+        );
         let home = host.addresses().v4.unwrap();
         let expected = format!(
             "packets with the source {from} were sent by {STRANGER} and not by their node, {home}"
@@ -226,8 +233,11 @@ fn packets_are_counted_and_forged_ones_are_reported() {
         assert_eq!(finding(&lab, other), Some(text));
         other.stop_daemon(Signal::SIGTERM).unwrap();
         other.start_daemon().unwrap();
-        let status = || ctl(&lab, other, &["status"])["network"]["in_sync"] == true;
-        eventually(PATIENCE, status, || other.log().unwrap());
+        eventually(
+            PATIENCE,
+            || ctl(&lab, other, &["status"])["network"]["in_sync"] == true,
+            || other.log().unwrap(),
+        );
         assert_eq!(finding(&lab, other), None);
         eventually(PATIENCE, || metric(other, dropped) > before, || other.log().unwrap());
     });
@@ -289,16 +299,22 @@ fn a_data_plane_of_udp_with_another_version_is_replaced_without_the_loss_of_a_pa
                 command.arg(host.dir().join("state/udp/socket")).stdin(Stdio::null());
                 let mut other = host.namespace().spawn(&mut command).unwrap();
                 if is_found {
-                    let is_other = || version(host).is_some_and(|version| version != current);
-                    eventually(PATIENCE, is_other, || "the other version does not take over");
+                    eventually(
+                        PATIENCE,
+                        || version(host).is_some_and(|version| version != current),
+                        || "the other version does not take over",
+                    );
                     traffic.wait_for_arrivals();
                     host.start_daemon().unwrap();
                 }
                 let ended =
                     eventually(PATIENCE, || other.try_wait().unwrap(), || traffic::logs(&lab));
                 assert!(ended.success(), "{ended}");
-                let is_current = || version(host).is_some_and(|version| version == current);
-                eventually(PATIENCE, is_current, || traffic::logs(&lab));
+                eventually(
+                    PATIENCE,
+                    || version(host).is_some_and(|version| version == current),
+                    || traffic::logs(&lab),
+                );
                 traffic.wait_for_arrivals();
             }
         }

@@ -232,8 +232,8 @@ fn the_default_values_are_in_the_manifest() {
 
 #[test]
 fn the_dual_stack_chart_is_valid_for_the_api_and_flanneld() {
-    let (values, objects) =
-        (include_str!("../../../../deploy/rendered/dual-stack.values.yaml"), dual_stack());
+    let values = include_str!("../../../../deploy/rendered/dual-stack.values.yaml");
+    let objects = dual_stack();
     let values = packaging::documents(values).unwrap().remove(0);
     objects.iter().for_each(|object| known_to_the_api(object).unwrap());
     let data = &of_kind(&objects, "ConfigMap")["data"];

@@ -126,16 +126,18 @@ impl Cluster {
 
     /// flanneld's answer at the port of its probes.
     fn get(&self, path: &str) -> Option<String> {
-        let ask = || {
-            let mut stream = TcpStream::connect("127.0.0.1:8081").ok()?;
-            stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-            write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")
-                .ok()?;
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).ok()?;
-            Some(answer)
-        };
-        self.node.net.run(ask).unwrap()
+        self.node
+            .net
+            .run(|| {
+                let mut stream = TcpStream::connect("127.0.0.1:8081").ok()?;
+                stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+                write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")
+                    .ok()?;
+                let mut answer = String::new();
+                stream.read_to_string(&mut answer).ok()?;
+                Some(answer)
+            })
+            .unwrap()
     }
 
     fn log(&self) -> String {
@@ -302,8 +304,11 @@ impl Daemon<'_> {
         let kill = Command::new("kill").arg(self.process.id().to_string()).status().unwrap();
         let process = &mut self.process;
         let cluster = self.cluster;
-        let ended = || process.try_wait().unwrap();
-        let status = eventually(PATIENCE, ended, || format!("it still runs:\n{}", cluster.log()));
+        let status = eventually(
+            PATIENCE,
+            || process.try_wait().unwrap(),
+            || format!("it still runs:\n{}", cluster.log()),
+        );
         assert!(kill.success() && status.success(), "{}", self.cluster.log());
         end(&others);
         let state = fs::read_dir(self.cluster.node.host("/var/lib/flannel")).unwrap();

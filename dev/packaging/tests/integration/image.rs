@@ -141,13 +141,15 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
         "README.md",
         "docs",
     ]) {
-        let is_in = |pattern: &str| {
-            let pattern = pattern.trim_matches('/').trim_end_matches('*');
-            needed == pattern || needed.starts_with(&format!("{pattern}/"))
-        };
-        assert!(!ignored.lines().any(is_in), "{needed}");
+        assert!(
+            !ignored.lines().any(|pattern| {
+                let pattern = pattern.trim_matches('/').trim_end_matches('*');
+                needed == pattern || needed.starts_with(&format!("{pattern}/"))
+            }),
+            "{needed}"
+        );
     }
-    // The C library of both stages is the same, and the compiler is new enough.
+    // Both stages have one version of the C library, and the compiler is new enough.
     let rust = of(build, "FROM")[0];
     let debian = of(last, "FROM")[0];
     let (version, release) = rust
@@ -276,8 +278,8 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
 fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
     let image = format!("localhost/flannel:v{}", env!("CARGO_PKG_VERSION"));
     let import = |ctr: &str| format!("if [ $(id -u) = 0 ]; then {ctr}; else sudo {ctr}; fi");
-    let (k3s, containerd) =
-        (import("k3s ctr images import -"), import("ctr -n k8s.io images import -"));
+    let k3s = import("k3s ctr images import -");
+    let containerd = import("ctr -n k8s.io images import -");
     let to = |node: &str, import: &str| format!("ssh {node} {import}");
     for (nodes, args, loads) in [
         (

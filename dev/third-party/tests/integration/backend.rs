@@ -26,7 +26,7 @@ fn hosts(backend: Value) -> Lab {
     lab
 }
 
-/// The same with daemons, and with pods that reach each other.
+/// The hosts of [`hosts`], with daemons, and with pods that reach each other.
 fn up(backend: Value) -> Lab {
     let lab = hosts(backend);
     for host in lab.hosts() {
@@ -60,7 +60,7 @@ pub(crate) fn output_of(lab: &Lab, host: &Host, args: &[&str]) -> String {
     text(&output)
 }
 
-/// The same for programs.
+/// The JSON output of a verb.
 fn answers(lab: &Lab, host: &Host, args: &[&str]) -> Value {
     let output = ctl(lab, host, &[args, &["--json"]].concat());
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
@@ -287,8 +287,10 @@ fn firewall(host: &Host) {
 fn doctor(lab: &Lab, host: &Host, peer: &Host) {
     let nft = |command: &str| peer.run("nft", &command.split(' ').collect::<Vec<_>>()).unwrap();
     let is_well = || {
-        let well = || findings(lab, host).is_empty();
-        wait_until(well, || format!("{:#?}\n{}", findings(lab, host), host.log().unwrap()));
+        wait_until(
+            || findings(lab, host).is_empty(),
+            || format!("{:#?}\n{}", findings(lab, host), host.log().unwrap()),
+        );
     };
     let finds = |parts: &[&str]| {
         let found = |line: &String| parts.iter().all(|part| line.contains(part));

@@ -36,17 +36,19 @@ fn start(host: &Host) {
 
 /// The state of the lab for an error.
 fn scene(lab: &Lab) -> String {
-    let of = |host: &Host| {
-        let show = |program, args: &[&str]| host.run(program, args).unwrap_or_default();
-        [
-            host.log().unwrap(),
-            show("nft", &["list", "ruleset"]),
-            show("ip", &["route"]),
-            show("ip", &["-6", "route"]),
-        ]
-        .join("\n")
-    };
-    lab.hosts().iter().map(of).collect()
+    lab.hosts()
+        .iter()
+        .map(|host| {
+            let show = |program, args: &[&str]| host.run(program, args).unwrap_or_default();
+            [
+                host.log().unwrap(),
+                show("nft", &["list", "ruleset"]),
+                show("ip", &["route"]),
+                show("ip", &["-6", "route"]),
+            ]
+            .join("\n")
+        })
+        .collect()
 }
 
 /// The number of pings between the pods, of four, that are answered in a short time.
@@ -65,7 +67,8 @@ fn plain_routes(lab: &Lab) {
     for (host, peer) in [(0, 1), (1, 0)].map(|(n, m)| (&lab.hosts()[n], &lab.hosts()[m])) {
         let subnets = peer.subnet_env().unwrap().unwrap().subnets;
         for (family, subnet) in subnets.iter() {
-            let (subnet, via) = (subnet.to_string(), peer.addresses()[family].unwrap().to_string());
+            let subnet = subnet.to_string();
+            let via = peer.addresses()[family].unwrap().to_string();
             host.run("ip", &["route", "replace", &subnet, "via", &via]).unwrap();
         }
     }
@@ -97,7 +100,7 @@ fn dropped(lab: &Lab, host: &Host) -> bool {
     line.unwrap_or_else(|| panic!("{}", scene(lab))).parse::<f64>().unwrap() > 0.0
 }
 
-/// The same for both places of the rules.
+/// Pods are reached through the encrypted tunnel only, with rules in nftables or in iptables.
 fn only_the_encrypted_tunnel_carries_packets(nftables: bool) {
     as_root(|| {
         let lab = up(true, nftables);
@@ -153,9 +156,12 @@ fn plain_routes_on_a_running_host_are_repaired(lab: &Lab) {
     let begin = Instant::now();
     plain_routes(lab);
     wait_for_answers(lab, 4);
-    let tunnel = |host: &Host| host.run("ip", &["route"]).unwrap().contains("lane7 proto 241");
     wait_until(
-        || lab.hosts().iter().all(tunnel),
+        || {
+            lab.hosts()
+                .iter()
+                .all(|host| host.run("ip", &["route"]).unwrap().contains("lane7 proto 241"))
+        },
         || format!("{:?} {}", begin.elapsed(), scene(lab)),
     );
 }
@@ -184,22 +190,27 @@ fn a_backend_without_encryption_carries_nothing_until_the_option_is_off() {
         let routes = |host: &Host| {
             ["-4", "-6"].map(|f| host.run("ip", &[f, "route", "show", "dev", "lane7"]).unwrap())
         };
-        let gone = || lab.hosts().iter().all(|host| !routes(host).concat().contains("via"));
-        wait_until(gone, || scene(&lab));
-        let said = || {
-            let problems = problems(&lab, first);
-            problems.contains("its backend lane does not encrypt")
-                && problems.contains("does not encrypt: packets to pods")
-                && problems.contains("is rejected")
-        };
-        wait_until(said, || problems(&lab, first));
+        wait_until(
+            || lab.hosts().iter().all(|host| !routes(host).concat().contains("via")),
+            || scene(&lab),
+        );
+        wait_until(
+            || {
+                let problems = problems(&lab, first);
+                problems.contains("its backend lane does not encrypt")
+                    && problems.contains("does not encrypt: packets to pods")
+                    && problems.contains("is rejected")
+            },
+            || problems(&lab, first),
+        );
         assert_eq!(status(&lab, first)["ready"], false);
 
         // The blackhole route drops these packets, and they are counted.
         assert_eq!(answered(&lab), 0, "{}", scene(&lab));
-        let counted =
-            || dropped(&lab, first) && problems(&lab, first).contains("leave unencrypted");
-        wait_until(counted, || problems(&lab, first) + &scene(&lab));
+        wait_until(
+            || dropped(&lab, first) && problems(&lab, first).contains("leave unencrypted"),
+            || problems(&lab, first) + &scene(&lab),
+        );
 
         // A plain route, as another program may make it.
         plain_routes(&lab);
@@ -224,11 +235,13 @@ fn a_backend_without_encryption_carries_nothing_until_the_option_is_off() {
 
         patch(&lab, r#"{"RequireEncryption": null, "Backend": {"Encrypted": null}}"#);
         let blackholes = || first.run("ip", &["route", "show", "type", "blackhole"]).unwrap();
-        let off = || {
-            let rules = first.run("nft", &["list", "tables"]).unwrap();
-            !rules.contains("flannel-encryption") && blackholes().is_empty()
-        };
-        wait_until(off, || scene(&lab));
+        wait_until(
+            || {
+                let rules = first.run("nft", &["list", "tables"]).unwrap();
+                !rules.contains("flannel-encryption") && blackholes().is_empty()
+            },
+            || scene(&lab),
+        );
         plain_routes(&lab);
         wait_for_answers(&lab, 4);
     });
@@ -299,7 +312,8 @@ fn no_route_and_no_subnet_file_come_before_the_rule() {
         };
         wait_until(|| lab.hosts().iter().all(says), || problems(&lab, first));
         // Without a required rule, the subnet file would be written after five seconds.
-        let (begin, limit) = (Instant::now(), std::time::Duration::from_secs(8));
+        let begin = Instant::now();
+        let limit = std::time::Duration::from_secs(8);
         let is_over = || {
             for host in lab.hosts() {
                 assert!(!host.subnet_file().exists() && only_blackholes(host), "{}", scene(&lab));

@@ -9,7 +9,9 @@ use crate::finding::{Check, Finding};
 ///
 /// **Source**: linux `net/ipv4/arp.c: arp_ignore, arp_filter`.
 pub(super) fn arp(facts: &HostFacts) -> Vec<Finding> {
-    let (Some(uplink), Some(_)) = (facts.uplink, facts.pod_networks.v4) else { return Vec::new() };
+    let Some(uplink) = facts.uplink.filter(|_| facts.pod_networks.v4.is_some()) else {
+        return Vec::new();
+    };
     let on_link = |address: IpAddr| facts.on_link.iter().any(|network| network.contains(address));
     let finding = |setting: &str, value: u8, why: &str| {
         let text =
@@ -18,15 +20,14 @@ pub(super) fn arp(facts: &HostFacts) -> Vec<Finding> {
         let repair = keys.map(|key| format!("net.ipv4.conf.{key}.{setting}=0")).join(" ");
         Finding::error(Check::Arp, text).with_command(format!("sysctl -w {repair}"))
     };
-    let is_elsewhere = |public: &IpAddr| {
-        let is_here = facts.addresses.iter().any(|(_, address)| address == public);
-        on_link(*public) && is_here && !facts.addresses.contains(&(uplink, *public))
-    };
     let why_ignored = match facts.arp_ignore {
         Some(8) => Some(", so hosts on its link do not reach it".to_owned()),
         // Then the device that a request arrives on must have the address.
         Some(1 | 2) => {
-            let public = facts.public.v4.filter(is_elsewhere);
+            let public = facts.public.v4.filter(|public| {
+                let is_here = facts.addresses.iter().any(|(_, address)| address == public);
+                on_link(*public) && is_here && !facts.addresses.contains(&(uplink, *public))
+            });
             public.map(|public| format!(" for {public}, which another device has"))
         }
         _ => None,

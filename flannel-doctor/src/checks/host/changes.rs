@@ -67,7 +67,8 @@ mod tests {
     #[test]
     fn each_of_several_findings_with_the_same_command_is_a_change() {
         let finding = |text: &str| Finding::warning(Check::Clash, text).with_command("a");
-        let (one, two) = ([finding("1")], [finding("2"), finding("1")]);
+        let one = [finding("1")];
+        let two = [finding("2"), finding("1")];
         assert_eq!(changes(&one, &two), (vec![], vec![&two[0]]));
         assert_eq!(changes(&two, &one), (vec![&two[0]], vec![]));
         assert_eq!(changes(&one, &two[..1]), (vec![], vec![]), "only the text is another");

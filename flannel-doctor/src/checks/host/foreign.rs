@@ -63,11 +63,11 @@ impl HostFacts {
 
     /// Whether packets from or to pods of this node pass the device: it is a tunnel or a bridge.
     pub(super) fn has_pods(&self, device: &str) -> bool {
-        let is_own = |address: IpAddr| {
-            self.own[Family::of(address)].is_some_and(|own| own.contains(address))
-        };
         self.tunnels.iter().any(|tunnel| tunnel.as_str() == device)
-            || self.addresses.iter().any(|(name, a)| name.as_str() == device && is_own(*a))
+            || self.addresses.iter().any(|(name, address)| {
+                let own = self.own[Family::of(*address)];
+                name.as_str() == device && own.is_some_and(|own| own.contains(*address))
+            })
     }
 
     /// What a rule does with the packets to a subnet, whose node has this public address.
@@ -103,7 +103,7 @@ pub(super) fn rules(facts: &HostFacts) -> Vec<Finding> {
     for (family, network) in facts.pod_networks.iter() {
         let checked = FamilyRules::new(facts, family, network);
         let unled = checked.check(&mut misled);
-        // Without any rule the rules could not be read.
+        // The kernel always has rules, so an empty list could not be read.
         if let Some(to) = unled.filter(|_| !checked.rules.is_empty()) {
             let text = format!(
                 "no rule leads packets to {to} to the main table, which has flannel's routes"
@@ -300,7 +300,8 @@ mod tests {
     #[test]
     fn a_rule_applies_to_the_packets_that_all_selectors_match() {
         let subnet = |text: &str| text.parse::<Subnet>().unwrap();
-        let (pods, peer) = (subnet("10.1.0.0/16"), subnet("10.1.7.0/24"));
+        let pods = subnet("10.1.0.0/16");
+        let peer = subnet("10.1.7.0/24");
         let any = Rule {
             family: Family::V4,
             priority: 100,
@@ -325,7 +326,9 @@ mod tests {
             (None, None, Some("eth1"), Share::All, Share::None),
             (None, Some("10.1.0.0/16"), None, Share::None, Share::None),
         ] {
-            let (src, dst, iif) = (src.map(subnet), dst.map(subnet), iif.map(str::to_owned));
+            let src = src.map(subnet);
+            let dst = dst.map(subnet);
+            let iif = iif.map(str::to_owned);
             let mut rule = Rule { src, dst, iif, rest, ..any.clone() };
             assert_eq!(found(&rule), share, "{rule}");
             rule.inverted = true;

@@ -1,7 +1,5 @@
 //! Checks of limits of the kernel: entries of neighbours, and connections that it tracks.
 
-use std::net::IpAddr;
-
 use flannel_core::address::Family;
 
 use super::HostFacts;
@@ -18,17 +16,18 @@ pub(super) struct Tracked {
 
 /// Checks the limit of neighbour entries. A peer whose public address is on the external
 /// interface's link needs an entry there, with or without a tunnel. All others share the router's
-/// entry. Permanent entries, such as those of vxlan, do not count. Some tunnel devices have an
-/// entry for each peer, and these count.
+/// entry. Permanent entries, such as the entries of vxlan, do not count. Some tunnel devices have
+/// an entry for each peer, and these count.
 ///
 /// **Source**: linux `net/core/neighbour.c: neigh_alloc` (5.0: permanent entries are exempt).
 pub(super) fn neighbours(facts: &HostFacts) -> Vec<Finding> {
     let mut found = Vec::new();
     for (family, max) in facts.max_neighbours.iter() {
-        let on_link =
-            |address: IpAddr| facts.on_link.iter().any(|network| network.contains(address));
         let with_address = facts.peers.iter().filter_map(|(_, public)| public[family]);
-        let near = with_address.clone().filter(|address| on_link(*address)).count() as u64;
+        let near = with_address
+            .clone()
+            .filter(|address| facts.on_link.iter().any(|network| network.contains(*address)))
+            .count() as u64;
         let in_tunnel = if facts.has_entry_per_peer { with_address.count() as u64 } else { 0 };
         let entries = near + in_tunnel;
         if entries < *max {

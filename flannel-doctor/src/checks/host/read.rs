@@ -5,13 +5,12 @@ use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 use std::str::FromStr;
-use std::sync::Arc;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::kernel::KernelError;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
-use flannel_core::{Config, Kernel, Lease, Subnet, Subnets};
+use flannel_core::{Config, Kernel, Subnet, Subnets};
 use flannel_firewall::{LegacyMemory, Programs, forward_drops};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Interface;
@@ -59,9 +58,8 @@ pub(super) async fn read(network: CheckedNetwork, memory: &LegacyMemory) -> Host
 }
 
 fn read_host(network: &CheckedNetwork) -> HostFacts {
-    let other = |lease: &&Arc<Lease>| Some(lease.subnets) != network.own;
     let flag = |path: &str| sysctl::<u8>(path).map(|value| value != 0);
-    let peers = network.leases.iter().filter(other);
+    let peers = network.leases.iter().filter(|lease| Some(lease.subnets) != network.own);
     let mut facts = HostFacts {
         pod_networks: network.config.pod_networks().collect(),
         own: network.own.map(|own| own.iter().collect()).unwrap_or_default(),
@@ -214,8 +212,11 @@ impl HostFacts {
 /// The MTU of each port of a bridge, which the pod behind it has too. `net` is `/sys/class/net`.
 fn ports(net: &Path, bridge: LinkName) -> Vec<u32> {
     let ports = fs::read_dir(net.join(bridge.as_str()).join("brif")).into_iter().flatten();
-    let mtu = |port: fs::DirEntry| fs::read_to_string(net.join(port.file_name()).join("mtu")).ok();
-    ports.flatten().filter_map(mtu).filter_map(|text| text.trim().parse().ok()).collect()
+    ports
+        .flatten()
+        .filter_map(|port| fs::read_to_string(net.join(port.file_name()).join("mtu")).ok())
+        .filter_map(|text| text.trim().parse().ok())
+        .collect()
 }
 
 /// The networks that the device reaches without a gateway.
@@ -223,7 +224,8 @@ fn on_link(device: LinkName) -> Vec<Subnet> {
     let table = |file: &str| {
         fs::read_to_string(Path::new("/proc/thread-self/net").join(file)).unwrap_or_default()
     };
-    let (v4, v6) = (table("route"), table("ipv6_route"));
+    let v4 = table("route");
+    let v6 = table("ipv6_route");
     v4.lines()
         .filter_map(|line| route_v4(line, device))
         .chain(v6.lines().filter_map(|line| route_v6(line, device)))
@@ -317,8 +319,9 @@ mod tests {
         let eth0 = "eth0".parse().unwrap();
         let v4 = |line: &str| route_v4(line, eth0).map(|network| network.to_string());
         let hex = |address: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(address));
-        let (network, gateway, mask) =
-            (hex([192, 0, 2, 0]), hex([192, 0, 2, 254]), hex([255, 255, 255, 0]));
+        let network = hex([192, 0, 2, 0]);
+        let gateway = hex([192, 0, 2, 254]);
+        let mask = hex([255, 255, 255, 0]);
         let line = |device: &str, gateway: &str, flags: &str| {
             format!("{device}\t{network}\t{gateway}\t{flags}\t0\t0\t0\t{mask}\t0\t0\t0")
         };

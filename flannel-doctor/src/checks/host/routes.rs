@@ -14,27 +14,8 @@ const MOST_SHADOWS: usize = 5;
 pub(super) fn shadows(facts: &HostFacts) -> Vec<Finding> {
     let mut shadows: Vec<&Shadow> = facts.shadows.iter().collect();
     shadows.sort_by_key(|shadow| (shadow.takes == Taken::None, shadow.takes != Taken::All));
-    let finding = |shadow: &&Shadow| {
-        let Shadow { dst, route, protocol, takes } = shadow;
-        let owner = protocol_name(*protocol);
-        let made = if *takes == Taken::All { Finding::error } else { Finding::warning };
-        let text = match takes {
-            Taken::All => format!("{owner} has the route {route}: packets to {dst} take it"),
-            Taken::WithTos(tos) => {
-                format!("{owner} has the route {route}: packets to {dst} with TOS {tos} take it")
-            }
-            Taken::From(from) => {
-                format!("{owner} has the route {route}: packets to {dst} from {from} take it")
-            }
-            Taken::None => format!(
-                "{owner} has the route {route} behind flannel's: packets to {dst} take it while \
-                 flannel's is absent"
-            ),
-        };
-        let ip = if dst.family() == Family::V4 { "ip" } else { "ip -6" };
-        made(Check::Route, text).with_command(format!("{ip} route del {route}"))
-    };
-    let mut found: Vec<Finding> = shadows.iter().take(MOST_SHADOWS).map(finding).collect();
+    let mut found: Vec<Finding> =
+        shadows.iter().take(MOST_SHADOWS).map(|shadow| shadowed(shadow)).collect();
     if let Some(more) = shadows.len().checked_sub(MOST_SHADOWS).filter(|more| *more > 0) {
         let text = format!("other programs have {more} more routes to destinations of flannel's");
         let networks = facts.pod_networks.iter().map(|(family, network)| {
@@ -45,6 +26,28 @@ pub(super) fn shadows(facts: &HostFacts) -> Vec<Finding> {
         found.push(Finding::warning(Check::Route, text).with_command(repair));
     }
     found
+}
+
+/// The finding about one route of another program.
+fn shadowed(shadow: &Shadow) -> Finding {
+    let Shadow { dst, route, protocol, takes } = shadow;
+    let owner = protocol_name(*protocol);
+    let made = if *takes == Taken::All { Finding::error } else { Finding::warning };
+    let text = match takes {
+        Taken::All => format!("{owner} has the route {route}: packets to {dst} take it"),
+        Taken::WithTos(tos) => {
+            format!("{owner} has the route {route}: packets to {dst} with TOS {tos} take it")
+        }
+        Taken::From(from) => {
+            format!("{owner} has the route {route}: packets to {dst} from {from} take it")
+        }
+        Taken::None => format!(
+            "{owner} has the route {route} behind flannel's: packets to {dst} take it while \
+             flannel's is absent"
+        ),
+    };
+    let ip = if dst.family() == Family::V4 { "ip" } else { "ip -6" };
+    made(Check::Route, text).with_command(format!("{ip} route del {route}"))
 }
 
 /// The program that usually adds routes of this protocol.

@@ -56,8 +56,17 @@ fn shadow(route: &str, protocol: u8, takes: Taken) -> Shadow {
 }
 
 fn rule(family: Family, priority: u32, action: RuleAction) -> Rule {
-    let (src, dst, iif, rest, suppressed) = (None, None, None, Share::All, None);
-    Rule { family, priority, inverted: false, src, dst, iif, rest, suppressed, action }
+    Rule {
+        family,
+        priority,
+        inverted: false,
+        src: None,
+        dst: None,
+        iif: None,
+        rest: Share::All,
+        suppressed: None,
+        action,
+    }
 }
 
 fn usual_rules(family: Family) -> [Rule; 3] {
@@ -102,8 +111,8 @@ fn a_healthy_host_and_an_unreadable_one_have_no_findings() {
     );
     // The lease may be this node's own.
     let peers = vec![peer("10.1.5.0-24", "192.0.2.1")];
-    let (own, public) = (Dual::default(), Dual::default());
-    assert_eq!(check(&HostFacts { own, public, peers, ..healthy() }), []);
+    let facts = HostFacts { own: Dual::default(), public: Dual::default(), peers, ..healthy() };
+    assert_eq!(check(&facts), []);
 }
 
 #[test]

@@ -67,12 +67,14 @@ fn each_packet_of_a_batch_that_nobody_has_segmented_is_checked() {
                 of(pod(family, 7, 3), 3),
                 of(pod(family, 8, 3), 4),
             ];
-            let send = || {
-                let socket = UdpSocket::bind((host(family, 8), 0)).unwrap();
-                setsockopt(&socket, UdpGsoSegment, &(batch[0].len() as i32)).unwrap();
-                socket.send_to(&batch.concat(), (host(family, 7), PORT)).unwrap();
-            };
-            assert_eq!(fixture.arrived_after(family, send), [1, 4]);
+            assert_eq!(
+                fixture.arrived_after(family, || {
+                    let socket = UdpSocket::bind((host(family, 8), 0)).unwrap();
+                    setsockopt(&socket, UdpGsoSegment, &(batch[0].len() as i32)).unwrap();
+                    socket.send_to(&batch.concat(), (host(family, 7), PORT)).unwrap();
+                }),
+                [1, 4]
+            );
             fixture.until_refused(0, n * 2, 0);
         }
     });
@@ -87,11 +89,13 @@ fn a_tunnel_carries_no_packets_of_the_other_family() {
             let carried = if outer == Family::V4 { Family::V6 } else { Family::V4 };
             let at = pod(carried, 7, 2);
             let forged = frame(&inner(pod(carried, 8, 2), at, &[1]));
-            let send = || {
-                let socket = UdpSocket::bind((host(outer, 8), 0)).unwrap();
-                socket.send_to(&forged, (host(outer, 7), PORT)).unwrap();
-            };
-            assert_eq!(fixture.arrived_after(carried, send), [0; 0]);
+            assert_eq!(
+                fixture.arrived_after(carried, || {
+                    let socket = UdpSocket::bind((host(outer, 8), 0)).unwrap();
+                    socket.send_to(&forged, (host(outer, 7), PORT)).unwrap();
+                }),
+                [0; 0]
+            );
             fixture.until_refused(0, n, 0);
         }
     });

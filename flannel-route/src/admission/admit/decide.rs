@@ -173,7 +173,11 @@ impl Admission {
         peer.objects.iter().find_map(|object| {
             let owner = &self.index.owner(object)?.lease;
             let holder = holder(&owner.attrs);
-            Some(Rejection::ConflictsWithDerivedEntry { key: object.key(), owner: owner.subnets, holder })
+            Some(Rejection::ConflictsWithDerivedEntry {
+                key: object.key(),
+                owner: owner.subnets,
+                holder,
+            })
         })
     }
 

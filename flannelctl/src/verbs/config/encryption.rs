@@ -16,10 +16,11 @@ pub(super) type Types = Result<Vec<Vec<String>>, String>;
 /// The types in the leases of a store.
 pub(super) async fn of_store(registry: &dyn Registry) -> Types {
     let listing = registry.list().await.map_err(|error| error.to_string())?;
-    let types = |entry: &flannel_subnet::Entry| {
-        entry.lease.attrs.offers().map(|offer| offer.kind.to_string()).collect()
-    };
-    Ok(listing.entries.iter().map(types).collect())
+    Ok(listing
+        .entries
+        .iter()
+        .map(|entry| entry.lease.attrs.offers().map(|offer| offer.kind.to_string()).collect())
+        .collect())
 }
 
 /// The types in the leases of the store that the options name. In Kubernetes only the daemon can
@@ -92,8 +93,10 @@ pub(super) fn describe(
 /// The number of leases without an encrypted offer, by preferred type.
 fn unencrypted(types: &[Vec<String>], encrypted: &BTreeSet<&str>) -> BTreeMap<String, usize> {
     let mut plain = BTreeMap::new();
-    let has_none = |types: &&Vec<String>| !types.iter().any(|kind| encrypted.contains(&**kind));
-    for types in types.iter().filter(has_none) {
+    for types in types {
+        if types.iter().any(|kind| encrypted.contains(&**kind)) {
+            continue;
+        }
         let kind = types.first().filter(|kind| !kind.is_empty());
         *plain.entry(kind.map_or("without a type", |kind| kind).to_owned()).or_default() += 1;
     }

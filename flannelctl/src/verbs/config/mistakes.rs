@@ -4,11 +4,11 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use flannel_backends::Backends;
+use flannel_backends::{Backends, UnknownBackend};
 use flannel_core::address::Family;
 use flannel_core::json::{FieldError, Fields, Members, compact};
 use flannel_core::text::shorten;
-use flannel_core::{Backend, Config, Subnet};
+use flannel_core::{Backend, Config, Error as CoreError, Subnet};
 use flannel_options::nearest;
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -27,11 +27,52 @@ const UNUSABLE: [(&str, &str); 8] = [
     ("multicast", "ff00::/8"),
 ];
 
-/// The path of an object's fields, and their names; empty if the names are not known.
-type Names<'a> = (&'a str, &'a [&'a str]);
+/// The names of an object's fields.
+#[derive(Clone, Copy, Default)]
+struct Names<'a> {
+    /// What precedes the name of a field: `Backend.`, or nothing.
+    path: &'static str,
+    /// Empty if the names are not known.
+    known: &'a [&'a str],
+}
 
-/// The config and its backend, or the error of one of them.
-type Known<'a> = Result<(Config, &'a Arc<dyn Backend>), String>;
+/// The members of a config, and the members of its `Backend`.
+struct Objects {
+    config: Members,
+    options: Members,
+}
+
+/// A config whose backend exists.
+struct KnownConfig<'a> {
+    config: Config,
+    backend: &'a Arc<dyn Backend>,
+}
+
+/// A value that daemons refuse.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    /// The field with its path, or `None` if only the text of a backend's error names it.
+    field: Option<String>,
+    pub(super) text: String,
+}
+
+impl From<FieldError> for Refusal {
+    fn from(error: FieldError) -> Self {
+        Self { text: error.to_string(), field: Some(error.field) }
+    }
+}
+
+impl From<UnknownBackend> for Refusal {
+    fn from(error: UnknownBackend) -> Self {
+        Self { field: Some("Backend.Type".to_owned()), text: error.to_string() }
+    }
+}
+
+impl From<CoreError> for Refusal {
+    fn from(error: CoreError) -> Self {
+        Self { field: None, text: error.to_string() }
+    }
+}
 
 /// All mistakes in a config. Each names the field, its value and what would be right.
 ///
@@ -39,92 +80,110 @@ type Known<'a> = Result<(Config, &'a Arc<dyn Backend>), String>;
 /// The text is not a JSON object.
 pub(super) fn find(text: &str, backends: &Backends) -> Result<Vec<String>, String> {
     let fields = Fields::parse(text, "").map_err(|error| error.to_string())?;
-    let (config, options) = objects(text);
-    let known: Known<'_> =
-        readable(text, &fields).map_err(|error| error.to_string()).and_then(|config| {
-            let backend = backends.find(&config.backend.kind).map_err(|error| error.to_string())?;
-            Ok((config, backend))
-        });
-    let mut found = match validate(text, backends) {
-        Ok(_) => Vec::new(),
-        Err(first) => refused(first, (&config, &options), &known),
-    };
-    found.extend(unsuitable(&fields, &found));
+    let objects = objects(text);
+    let known = readable(text, &fields, backends);
+    let refused = refused(text, backends, &objects, &known);
+    let unsuitable = unsuitable(&fields, &refused);
+    let mut found: Vec<String> = refused.into_iter().map(|refusal| refusal.text).collect();
+    found.extend(unsuitable);
     let names = Config::fields();
-    let listed = known.as_ref().ok().and_then(|(_, backend)| backend.option_names());
+    let listed = known.as_ref().ok().and_then(|known| known.backend.option_names());
     let listed = listed.map(|names| [&["Type"][..], names].concat()).unwrap_or_default();
-    let (of_config, of_backend) = (("", &names[..]), ("Backend.", &listed[..]));
-    found.extend(without_effect(&config, of_config, of_backend));
-    found.extend(without_effect(&options, of_backend, of_config));
+    let of_config = Names { path: "", known: &names[..] };
+    let of_backend = Names { path: "Backend.", known: &listed[..] };
+    found.extend(without_effect(&objects.config, of_config, of_backend));
+    found.extend(without_effect(&objects.options, of_backend, of_config));
     Ok(found)
 }
 
 /// The fields of a config or a patch that a later field of the same name replaces.
 pub(super) fn repeated(text: &str) -> Vec<String> {
-    let (config, options) = objects(text);
-    let mut found = without_effect(&config, ("", &[]), ("", &[]));
-    found.extend(without_effect(&options, ("Backend.", &[]), ("", &[])));
+    let objects = objects(text);
+    let no_names = Names::default();
+    let mut found = without_effect(&objects.config, no_names, no_names);
+    let of_backend = Names { path: "Backend.", known: &[] };
+    found.extend(without_effect(&objects.options, of_backend, no_names));
     found
 }
 
-/// The members of a config, and those of its `Backend`.
-fn objects(text: &str) -> (Members, Members) {
+fn objects(text: &str) -> Objects {
     let read = |text: &str| serde_json::from_str::<Members>(text).unwrap_or_default();
     let config = read(text);
     let backend = config.0.iter().rfind(|(name, _)| name.eq_ignore_ascii_case("Backend"));
     let options = backend.map(|(_, value)| read(value.get())).unwrap_or_default();
-    (config, options)
+    Objects { config, options }
 }
 
-/// The config. If it is wrong outside of `Backend`, its `Backend` with a placeholder network.
-fn readable(text: &str, fields: &Fields) -> Result<Config, FieldError> {
-    Config::parse(text).or_else(|_| {
+/// The config and its backend. If the config is wrong outside of `Backend`, it is its `Backend`
+/// with a placeholder network.
+fn readable<'a>(
+    text: &str,
+    fields: &Fields,
+    backends: &'a Backends,
+) -> Result<KnownConfig<'a>, Refusal> {
+    let config = Config::parse(text).or_else(|_| {
         let backend = fields.raw("Backend").map(|raw| format!(r#","Backend":{}"#, raw.get()));
         Config::parse(&format!(r#"{{"Network":"10.0.0.0/8"{}}}"#, backend.unwrap_or_default()))
-    })
+    })?;
+    let backend = backends.find(&config.backend.kind)?;
+    Ok(KnownConfig { config, backend })
 }
 
-/// The values that daemons refuse. A daemon names only the `first`, so each field is checked alone.
+/// The values that daemons refuse, the first one as a daemon names it. A daemon names only that
+/// one, so each field is checked alone.
 fn refused(
-    first: String,
-    (config, options): (&Members, &Members),
-    known: &Known<'_>,
-) -> Vec<String> {
-    let mut errors: Vec<String> =
-        config.0.iter().filter_map(|(name, value)| wrong_alone(name, value)).collect();
-    match known {
-        Err(error) => errors.push(error.clone()),
-        Ok((config, backend)) => {
-            let check = |options: String| {
-                let mut config = config.clone();
-                config.backend.options = options;
-                backend.validate(&config, None).err().map(|error| error.to_string())
-            };
-            for (name, value) in &options.0 {
-                let field = format!("backend.{name}").to_ascii_lowercase();
-                let error = check(format!("{{{}}}", member(name, value)));
-                // Another field may be required.
-                errors.extend(error.filter(|error| error.to_ascii_lowercase().contains(&field)));
-            }
-            errors.extend(check(config.backend.options.clone()));
-        }
-    }
+    text: &str,
+    backends: &Backends,
+    objects: &Objects,
+    known: &Result<KnownConfig<'_>, Refusal>,
+) -> Vec<Refusal> {
+    let Err(first) = validate(text, backends) else { return Vec::new() };
     let mut found = vec![first];
-    for error in errors {
-        if !found.contains(&error) {
-            found.push(error);
+    let mut add = |refusal: Refusal| {
+        if !found.iter().any(|known| known.text == refusal.text) {
+            found.push(refusal);
         }
+    };
+    objects.config.0.iter().filter_map(|(name, value)| wrong_alone(name, value)).for_each(&mut add);
+    match known {
+        Err(Refusal { field, text }) => add(Refusal { field: field.clone(), text: text.clone() }),
+        Ok(known) => known.wrong_options(&objects.options).into_iter().for_each(add),
     }
     found
 }
 
+impl KnownConfig<'_> {
+    /// The errors of the backend about single options, and about all of them.
+    fn wrong_options(&self, options: &Members) -> Vec<Refusal> {
+        // A backend's error has no field, so it is compared with the error without any option. An
+        // error that is there too, such as a missing option, is about another option.
+        let without = self.check("{}".to_owned());
+        let mut found = Vec::new();
+        for (name, value) in &options.0 {
+            let alone = self.check(format!("{{{}}}", member(name, value)));
+            let is_own = alone.as_ref().map(|refusal| &refusal.text)
+                != without.as_ref().map(|refusal| &refusal.text);
+            found.extend(alone.filter(|_| is_own));
+        }
+        found.extend(self.check(self.config.backend.options.clone()));
+        found
+    }
+
+    /// The error of the backend about these options.
+    fn check(&self, options: String) -> Option<Refusal> {
+        let mut config = self.config.clone();
+        config.backend.options = options;
+        self.backend.validate(&config, None).err().map(Refusal::from)
+    }
+}
+
 /// The error of a value that is wrong whatever the other fields are.
-fn wrong_alone(name: &str, value: &RawValue) -> Option<String> {
+fn wrong_alone(name: &str, value: &RawValue) -> Option<Refusal> {
     // No family is enabled, so nothing else is needed.
     let parse = |more: &str| Config::parse(&format!(r#"{{"EnableIPv4":false{more}}}"#)).err();
     let error = parse(&format!(",{}", member(name, value)))?;
     let is_own = error.field.eq_ignore_ascii_case(name) && Some(&error) != parse("").as_ref();
-    is_own.then(|| error.to_string())
+    is_own.then(|| error.into())
 }
 
 /// A member of an object as JSON.
@@ -133,15 +192,16 @@ fn member(name: &str, value: &RawValue) -> String {
 }
 
 /// Networks with host bits, and those that pods cannot use, without those that are `refused`.
-fn unsuitable(fields: &Fields, refused: &[String]) -> Vec<String> {
+fn unsuitable(fields: &Fields, refused: &[Refusal]) -> Vec<String> {
     let mut found = Vec::new();
     let [[v4, ..], [v6, ..]] = Config::FAMILY_FIELDS;
     for name in [v4, v6] {
         let Ok(Some(text)) = fields.take::<String>(name, "a network") else { continue };
         let Ok(network) = text.parse::<Subnet>() else { continue };
         let field = format!("field {name}: ");
+        let is_refused = refused.iter().any(|refusal| refusal.field.as_deref() == Some(name));
         // Go's text for no network is 0.0.0.0/0 or ::/0.
-        if network.is_everything() || refused.iter().any(|error| error.starts_with(&field)) {
+        if network.is_everything() || is_refused {
             continue;
         }
         let overlaps =
@@ -169,11 +229,8 @@ fn unsuitable(fields: &Fields, refused: &[String]) -> Vec<String> {
 
 /// The fields that no daemon knows, and those that a later one replaces. `elsewhere` are the names
 /// in the other object.
-fn without_effect(
-    members: &Members,
-    (path, names): Names<'_>,
-    (elsewhere, others): Names<'_>,
-) -> Vec<String> {
+fn without_effect(members: &Members, names: Names<'_>, elsewhere: Names<'_>) -> Vec<String> {
+    let Names { path, known: names } = names;
     let mut found = Vec::new();
     let members: Vec<_> = members.0.iter().filter(|(name, _)| !is_comment(name)).collect();
     for (n, (name, value)) in members.iter().enumerate() {
@@ -186,9 +243,10 @@ fn without_effect(
                  with {used}; remove one of the two"
             ));
         } else if !names.is_empty() && !names.iter().any(|known| same(known)) {
-            let moved = others.iter().find(|other| same(other));
-            let near = || nearest(name, names.iter().copied()).map(|name| format!("{path}{name}"));
-            let right = moved.map(|name| format!("{elsewhere}{name}")).or_else(near);
+            let moved = elsewhere.known.iter().find(|other| same(other));
+            let right = moved.map(|name| format!("{}{name}", elsewhere.path)).or_else(|| {
+                nearest(name, names.iter().copied()).map(|name| format!("{path}{name}"))
+            });
             let right = right.unwrap_or_else(|| format!("one of {}", names.join(", ")));
             // It may be a secret, such as the PSK of another backend.
             let is_secret = value.get().starts_with(['"', '{', '[']);

@@ -7,7 +7,7 @@ use flannel_api::{
     Client, Deployment, NetworkReport, PathReport, PathsSummary, PeerReport, PeerState, Problem,
     ProblemCause, StatusReport, StoreReport, TransportReport,
 };
-use flannel_core::address::{Dual, Family};
+use flannel_core::address::Dual;
 use flannel_core::backend::{Datapath, Transport};
 use flannel_core::lease::{LeaseSet, Offer};
 use flannel_core::object::MacAddr;
@@ -45,9 +45,10 @@ pub(super) async fn with_daemon(
 ) -> Result<Network> {
     let report = settled(client, report).await?;
     let deployment = report.daemon.deployment;
-    let is_of_store =
-        |problem: &&Problem| matches!(problem.cause, ProblemCause::StoreUnreachable { .. });
-    let (store, other): (Vec<_>, Vec<_>) = report.problems.iter().partition(is_of_store);
+    let (store, other): (Vec<_>, Vec<_>) = report
+        .problems
+        .iter()
+        .partition(|problem| matches!(problem.cause, ProblemCause::StoreUnreachable { .. }));
     let mut of_store: Vec<Finding> =
         store.into_iter().map(|problem| finding(Check::Store, problem)).collect();
     if let Some(StoreReport { name, error: None, .. }) = &report.store {
@@ -107,14 +108,15 @@ fn finding(check: Check, problem: &Problem) -> Finding {
 /// Adds the results of the daemon's probes. Peers with failing paths come first, so that the
 /// examination asks them first.
 fn note_paths(targets: &mut [Target], paths: &[PathReport]) {
-    let of_peer = |path: &PathReport| (path.key.clone(), path.family.clone());
     let failing: BTreeSet<&str> =
         paths.iter().filter(|path| path.since.is_some()).map(|path| path.key.as_str()).collect();
-    let mtus: BTreeMap<_, u32> =
-        paths.iter().filter_map(|path| Some((of_peer(path), path.mtu?.into()))).collect();
+    let mtus: BTreeMap<_, u32> = paths
+        .iter()
+        .filter_map(|path| Some(((path.key.clone(), path.family.clone()), path.mtu?.into())))
+        .collect();
     for target in &mut *targets {
-        let mtu = |family: Family| mtus.get(&(target.key.clone(), family.to_string())).copied();
-        target.mtus = Dual::from_fn(mtu);
+        target.mtus =
+            Dual::from_fn(|family| mtus.get(&(target.key.clone(), family.to_string())).copied());
     }
     targets.sort_by_key(|target| !failing.contains(target.key.as_str()));
 }
@@ -122,15 +124,18 @@ fn note_paths(targets: &mut [Target], paths: &[PathReport]) {
 /// The data path that the daemon reports.
 fn datapath(network: &NetworkReport) -> Datapath {
     let mut datapath = Datapath::default();
-    let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
-    datapath.devices = Dual::from_fn(device);
+    datapath.devices =
+        Dual::from_fn(|family| network.devices.get(&family.to_string())?.parse().ok());
     datapath.overhead = Dual::from_fn(|family| network.overhead.get(&family.to_string()).copied());
-    let transport = |transport: &TransportReport| match transport {
-        TransportReport::Udp(port) => Some(Transport::Udp(*port)),
-        TransportReport::Protocol(number) => Some(Transport::Protocol(*number)),
-        _ => None,
-    };
-    datapath.transports = network.transports.iter().filter_map(transport).collect();
+    datapath.transports = network
+        .transports
+        .iter()
+        .filter_map(|transport| match transport {
+            TransportReport::Udp(port) => Some(Transport::Udp(*port)),
+            TransportReport::Protocol(number) => Some(Transport::Protocol(*number)),
+            _ => None,
+        })
+        .collect();
     datapath.bare = network.bare_routes;
     datapath
 }
@@ -294,8 +299,10 @@ async fn of_config(
         ),
     }
     let state = |subnets: &Subnets| {
-        let inside = |subnet| config.pod_networks().any(|network| network.covers(&subnet));
-        if subnets.iter().all(inside) { PeerState::Unknown } else { PeerState::Rejected }
+        let are_inside = subnets
+            .iter()
+            .all(|subnet| config.pod_networks().any(|network| network.covers(&subnet)));
+        if are_inside { PeerState::Unknown } else { PeerState::Rejected }
     };
     let target = |lease: &std::sync::Arc<Lease>| Target {
         key: lease.subnets.to_string(),
@@ -320,9 +327,8 @@ async fn of_config(
 
 /// The MAC addresses of the tunnels in a lease: those in its backend data, in a field of any name.
 fn published(offer: &Offer) -> Dual<MacAddr> {
-    let mac = |family: Family| {
+    Dual::from_fn(|family| {
         let data: Value = serde_json::from_str(offer.data[family].as_deref()?).ok()?;
         data.as_object()?.values().find_map(|value| value.as_str()?.parse().ok())
-    };
-    Dual::from_fn(mac)
+    })
 }

@@ -81,8 +81,10 @@ impl ActiveBackends {
     /// The place of each backend's offer in the lease, in the order of `all`, or `None` if its
     /// offer is not published.
     fn offer_ranks(&self) -> Vec<Option<usize>> {
-        let rank = |it: &ActiveBackend| self.order.offered().position(|usage| *usage == it.usage);
-        self.all.iter().map(rank).collect()
+        self.all
+            .iter()
+            .map(|it| self.order.offered().position(|usage| *usage == it.usage))
+            .collect()
     }
 
     /// The devices on which a handshake decides whether a peer is reached by the first backend or
@@ -110,8 +112,8 @@ impl ActiveBackends {
         }
     }
 
-    /// Whether the devices and addresses of the target are in the kernel. Those of another backend
-    /// may be missing: the cluster may leave it because they cannot be made.
+    /// Whether the devices and addresses of the target are in the kernel. Devices of another
+    /// backend may be missing: the cluster may leave it because they cannot be made.
     pub(crate) fn is_in_place(&self, status: &Status) -> bool {
         let is_known = status.settled && status.kernel_error.is_none();
         status.own_in_place || (is_known && self.failures(status).next().is_none())
@@ -122,9 +124,10 @@ impl ActiveBackends {
         let mut targets = self.all.iter().filter(|it| it.backend.kind() == self.target.kind());
         let footprint = targets.find_map(|it| it.backend.footprint(&it.config, None).ok());
         let footprint = footprint.unwrap_or_default();
-        let concerns = move |key: &Key| !matches!(key, Key::Route(_)) && footprint.concerns(key);
         let of_node = status.failing.iter().filter(|(_, failure)| failure.peer.is_none());
-        of_node.filter(move |(key, _)| concerns(key)).map(|(_, failure)| failure)
+        of_node
+            .filter(move |(key, _)| !matches!(key, Key::Route(_)) && footprint.concerns(key))
+            .map(|(_, failure)| failure)
     }
 
     /// The footprint of all backends.

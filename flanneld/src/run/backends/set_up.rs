@@ -67,8 +67,8 @@ impl BackendRecord {
         candidates.retain(|usage| !state.is_dropped(usage));
         let preparations = values.prepare_all(&candidates, lease_type, prepare).await?;
         let Preparations { mut prepared, broken } = preparations;
-        let is_broken = |usage: &BackendUse| broken.contains_key(&usage.lease_type);
-        let (order, absent) = candidates.without(lease_type, is_broken);
+        let (order, absent) =
+            candidates.without(lease_type, |usage| broken.contains_key(&usage.lease_type));
         for usage in &absent {
             let reason = &broken[&usage.lease_type];
             if let Some(lease) = user(&order, usage) {

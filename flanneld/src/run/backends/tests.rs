@@ -107,11 +107,10 @@ async fn a_restart_runs_all_backends_that_were_offered() {
 async fn a_refused_backend_is_reported_once_and_leaves_no_device() {
     let dir = tempfile::tempdir().unwrap();
     let (logged, _guard) = Logged::collect();
-    let usage = |kind| {
+    let usages = ["vxlan", "extension", "vlxan"].map(|kind| {
         let backend = serde_json::json!({ "Type": kind, "SubnetAddCommand": "true" });
         serde_json::json!({ "lease_type": kind, "offered": true, "backend": backend })
-    };
-    let usages = ["vxlan", "extension", "vlxan"].map(usage);
+    });
     let text = serde_json::json!({ "backends": usages });
     fs::write(dir.path().join("backends"), text.to_string()).unwrap();
     let record = BackendRecord::open(dir.path());
@@ -238,8 +237,7 @@ async fn a_backend_that_was_left_out_is_revived_or_dropped() {
         leases: Default::default(),
         origin: Origin::Live { revision: Revision(1) },
     });
-    let works = async |_: &ActiveBackend| Ok(prepared());
-    let reason = revive(&record, &backends, &views, works).await;
+    let reason = revive(&record, &backends, &views, async |_| Ok(prepared())).await;
     assert_eq!(reason, "vxlan can be set up again");
     let fails = async |_: &ActiveBackend| Err(Error::Stopped("no".to_owned()));
     let begin = Instant::now();

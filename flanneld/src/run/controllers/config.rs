@@ -276,7 +276,7 @@ mod tests {
         fixture.registry.set_config(Some(UNFIT));
         tokio::select! {
             ended = &mut running => panic!("{ended:?}"),
-            // Before it is validated again.
+            // The config is not validated again yet.
             () = sleep(SECOND_THOUGHT / 2) => (),
         }
         let requests = fixture.requests();

@@ -89,7 +89,7 @@ pub(crate) struct FirewallController<'a> {
 
 impl FirewallController<'_> {
     /// Runs until masquerading is requested, cannot be done, and this is the daemon's first
-    /// network. Later, or if only forward rules are requested, this is no error and is retried
+    /// network. Later, or if only forward rules are requested, this is not an error and is retried
     /// every `--iptables-resync` seconds.
     ///
     /// # Cancel safety

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_api::MoveReport;
+use flannel_core::Subnets;
 use flannel_core::error::holder;
 use flannel_core::lease::View;
 use flannel_core::status::Status;
-use flannel_core::{Lease, Subnets};
 use flannel_netlink::NetlinkKernel;
 use flannel_route::moving::{AwaitedEvent, Blockers, NodeBackends, Seen, Step, Tunnels};
 use tokio::sync::watch;
@@ -183,8 +183,11 @@ fn describe(wait: &AwaitedEvent, target: &str) -> String {
 }
 
 fn names(blockers: &Blockers) -> String {
-    let name = |lease: &Arc<Lease>| format!("{} of {}", lease.subnets, holder(&lease.attrs));
-    let first: Vec<String> = blockers.first.iter().map(name).collect();
+    let first: Vec<String> = blockers
+        .first
+        .iter()
+        .map(|lease| format!("{} of {}", lease.subnets, holder(&lease.attrs)))
+        .collect();
     let more = blockers.total - first.len();
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     format!("{}{more}", first.join(", "))

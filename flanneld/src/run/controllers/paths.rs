@@ -1,4 +1,4 @@
-//! Path probes: answers those of other nodes, and sends some along each path to a peer.
+//! Path probes: answers probes of other nodes, and sends some along each path to a peer.
 
 use flannel_core::network::NetworkHandle;
 use flannel_doctor::path_probe::server::{ServerConfig, serve};

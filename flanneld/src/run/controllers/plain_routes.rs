@@ -37,7 +37,7 @@ impl PlainRoutes {
     /// Dropping the future leaves the routes as they are.
     pub(super) async fn remove_until(&self, mut ruled: watch::Receiver<bool>) {
         let wait = async {
-            // Without the firewall there will be no rule.
+            // The sender is gone with the firewall, which will make no rule.
             if ruled.wait_for(|ruled| *ruled).await.is_err() {
                 std::future::pending::<()>().await;
             }
@@ -55,8 +55,9 @@ impl PlainRoutes {
             let kernel = Arc::clone(&self.kernel);
             let footprint = self.footprint.clone();
             let encrypted = self.encrypted.clone();
-            let work = move || remove_plain(&*kernel, &footprint, &encrypted);
-            let failed = self.queue.run(work).await.err().map(|error| error.to_string());
+            let removed =
+                self.queue.run(move || remove_plain(&*kernel, &footprint, &encrypted)).await;
+            let failed = removed.err().map(|error| error.to_string());
             if failed.is_some() && failed != logged {
                 let error = failed.as_deref();
                 tracing::warn!(error, "a route that does not encrypt is not removed, retrying");

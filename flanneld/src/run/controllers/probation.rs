@@ -25,8 +25,9 @@ impl ProofController<'_> {
     /// Runs until it is dropped. It notes the config once the devices are in place.
     pub(crate) async fn run(self) -> Ended {
         let network = self.network;
-        let look = |status: &Status| network.backends.devices(status);
-        if until_in_place(look, network.handle.status.clone()).await {
+        if until_in_place(|status| network.backends.devices(status), network.handle.status.clone())
+            .await
+        {
             network.starter.works(&network.config).await;
         }
         std::future::pending().await
@@ -45,8 +46,8 @@ impl ProbationController<'_> {
         if network.before == Before::Nothing {
             return std::future::pending().await;
         }
-        let look = |status: &Status| network.backends.devices(status);
-        let reason = failure(look, network.handle.status.clone()).await;
+        let reason =
+            failure(|status| network.backends.devices(status), network.handle.status.clone()).await;
         network.record.drop_unoffered(&*network.backends.target);
         let reloads = network.observer.reloads();
         let reason = network.starter.refusals.failed(&network.config, &reason, reloads);

@@ -141,7 +141,9 @@ impl StatusLog {
         let logged = std::mem::replace(&mut self.logged, Arc::clone(now));
         let mut lines = Vec::new();
         lines.extend(self.sync.line(now, at));
-        if let (Some(error), None) = (&now.kernel_error, &logged.kernel_error) {
+        if let Some(error) = &now.kernel_error
+            && logged.kernel_error.is_none()
+        {
             lines.push(Line::Unreadable { error: error.to_string() });
         }
         let mut new = now
@@ -415,9 +417,12 @@ mod tests {
         assert_eq!(lines.len(), LINES);
         let expected = "restored route blackhole 10.1.7.0/24, deleted by somebody that the kernel \
                         does not name";
-        let is_expected =
-            |line: &Line| matches!(line, Line::Repaired(repair) if repair.to_string() == expected);
-        assert!(lines.iter().all(is_expected), "{lines:?}");
+        assert!(
+            lines.iter().all(
+                |line| matches!(line, Line::Repaired(repair) if repair.to_string() == expected)
+            ),
+            "{lines:?}"
+        );
         assert!(repairs.capped.unlogged > 0, "the rest is logged at the end of the window");
         let last = repairs.lines(&logged, &logged, start + WINDOW + WINDOW);
         assert_eq!(last, [more(26995, "26995 × route deleted", false)]);

@@ -41,9 +41,11 @@ impl SubnetFile<'_> {
         };
         let path = network.settings.subnet_file.clone();
         let go_flannel = network.go_flannel.clone();
-        let write =
-            move || subnet_file::write(&path, &env).map(|()| go_flannel.wrote_subnet_file());
-        network.go_flannel.writes.run(write).await?;
+        network
+            .go_flannel
+            .writes
+            .run(move || subnet_file::write(&path, &env).map(|()| go_flannel.wrote_subnet_file()))
+            .await?;
         network.observer.note(|facts| facts.subnet_file = true);
         Ok(())
     }
@@ -57,8 +59,8 @@ impl SubnetFile<'_> {
         if self.network.lapsed {
             return std::future::pending().await;
         }
-        let write = async || self.write().await;
-        let restored = subnet_file::restore(&self.network.settings.subnet_file, write).await;
+        let path = &self.network.settings.subnet_file;
+        let restored = subnet_file::restore(path, async || self.write().await).await;
         let Err(error) = restored;
         error
     }

@@ -112,7 +112,7 @@ mod tests {
 
     use super::*;
 
-    /// Not a multiple of the pause between two validations.
+    /// A time that is not a multiple of the pause between two validations.
     const LONG: Duration = Duration::from_secs(3590);
 
     fn smaller() -> InterfaceState {

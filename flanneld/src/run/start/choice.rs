@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::run::backends::{ActiveBackend, PreparedBackends, SetUp};
 use crate::run::config_validator::ConfigValidator;
 use crate::run::refusals::Refused;
-use crate::run::trial::{self, Candidate, KnownStore, UnsavedSecrets};
+use crate::run::trial::{Candidate, KnownStore, UnsavedSecrets};
 use crate::run::uplink::Chosen;
 
 /// Why a config is tried.
@@ -206,8 +206,7 @@ impl Starter<'_> {
         let prepared = host.prepare(&**backend, config).await?;
         let held = self.record.held(self.settings, config);
         let transports = backend.datapath(config)?.transports;
-        trial::check(&self.kernel, held, Candidate { config, prepared, transports }, &self.trials)
-            .await
+        self.trials.check(held, Candidate { config, prepared, transports }).await
     }
 
     /// Checks whether a network can be built from `config` in place of the one that runs, which

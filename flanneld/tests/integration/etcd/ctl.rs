@@ -53,7 +53,7 @@ fn listed_peers(host: &Host, etcd: &Etcd) -> (Vec<Value>, Value) {
     )
 }
 
-/// The value of a key and its etcd lease; 0: none.
+/// The value of a key, and its etcd lease or 0.
 async fn at(etcd: &Etcd, key: &str) -> Option<(String, i64)> {
     let found = etcd.client().await.get(key, None).await.unwrap();
     let kv = found.kvs().first()?;
@@ -66,7 +66,8 @@ fn config_and_leases_are_managed_without_a_daemon() {
         switch();
         let etcd = Etcd::spawn_on(SWITCH, "http", &[]);
         etcd.ready().await;
-        let (host, config) = (Host::new(1), format!("{PREFIX}/config"));
+        let host = Host::new(1);
+        let config = format!("{PREFIX}/config");
         let file = host.dir.path().join("config.json");
         let path = file.to_str().unwrap();
         refuses(&host, &etcd, &["config", "check"], &config);

@@ -179,7 +179,8 @@ impl Daemon {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let (stderr, log) = (child.stderr.take().unwrap(), Arc::default());
+        let stderr = child.stderr.take().unwrap();
+        let log = Arc::default();
         collect(stderr, &log);
         Self { child, log }
     }
@@ -252,6 +253,6 @@ pub(crate) async fn until(
     mut condition: impl FnMut() -> bool,
     otherwise: impl Fn() -> String,
 ) {
-    let holds = async || condition();
-    test_support::eventually_async(Duration::from_secs(seconds), holds, otherwise).await;
+    test_support::eventually_async(Duration::from_secs(seconds), async || condition(), otherwise)
+        .await;
 }

@@ -186,7 +186,8 @@ fn a_cut_path_to_etcd_withdraws_no_peer() {
         let lost = |two: &Two| two.daemons.each_ref().map(|daemon| daemon.log_count("store lost"));
         let mut rounds = 0;
         loop {
-            let (before, known) = (present(&two.hosts[0]), lost(&two));
+            let before = present(&two.hosts[0]);
+            let known = lost(&two);
             two.hosts[0].cut();
             let begin = Instant::now();
             change(&etcd).await;

@@ -92,7 +92,8 @@ fn a_revoked_permission_does_not_stop_a_running_daemon() {
         let env = [("FLANNELD_ETCD_USERNAME", "flannel"), ("FLANNELD_ETCD_PASSWORD", PASSWORD)];
         let mut daemon = host.start_with(&["--etcd-endpoints", &etcd.endpoint], &env);
         daemon.wait_for_log("in sync peers=3").await;
-        let (before, monitor) = (present(&host), Monitor::of(&host).await);
+        let before = present(&host);
+        let monitor = Monitor::of(&host).await;
         root(&etcd).await.user_revoke_role("flannel", "network").await.unwrap();
         etcd.kill();
         etcd.go();
@@ -112,8 +113,8 @@ fn a_ca_file_alone_enables_tls_and_a_wrong_one_stops_the_daemon() {
     in_netns_async(|| async {
         switch();
         let dir = tempfile::tempdir().unwrap();
-        let (ours, theirs) =
-            (Authority::new(dir.path(), "ours"), Authority::new(dir.path(), "theirs"));
+        let ours = Authority::new(dir.path(), "ours");
+        let theirs = Authority::new(dir.path(), "theirs");
         let server = ours.sign_into(dir.path(), "server", 2090);
         let file = |path: &std::path::Path| path.to_str().unwrap().to_owned();
         let args = [
@@ -213,9 +214,12 @@ fn sighup_makes_the_daemon_read_rotated_certificates() {
         std::fs::copy(&second.file, &cafile).unwrap();
         second.sign_into(dir.path(), "client", 2090);
         daemon.signal(Signal::SIGHUP);
-        let is_read_again =
-            || daemon.log_count("SIGHUP: read again result=the network config is unchanged") == 2;
-        super::fixture::until(60, is_read_again, || daemon.log()).await;
+        super::fixture::until(
+            60,
+            || daemon.log_count("SIGHUP: read again result=the network config is unchanged") == 2,
+            || daemon.log(),
+        )
+        .await;
         // The watch uses them too.
         let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan",
             "BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;

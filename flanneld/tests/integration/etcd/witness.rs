@@ -27,14 +27,16 @@ pub(crate) async fn leases(etcd: &Etcd) -> BTreeMap<String, (String, String)> {
     let prefix = format!("{PREFIX}/subnets/");
     let options = GetOptions::new().with_prefix();
     let got = etcd.client().await.get(prefix.as_str(), Some(options)).await.unwrap();
-    let lease = |kv: &etcd_client::KeyValue| {
-        let subnet =
-            kv.key_str().unwrap().strip_prefix(&prefix).unwrap().strip_suffix("-24").unwrap();
-        let value: Value = serde_json::from_slice(kv.value()).unwrap();
-        let text = |pointer| value.pointer(pointer).unwrap().as_str().unwrap().to_owned();
-        (subnet.to_owned(), (text("/PublicIP"), text("/BackendData/VtepMAC")))
-    };
-    got.kvs().iter().map(lease).collect()
+    got.kvs()
+        .iter()
+        .map(|kv| {
+            let subnet =
+                kv.key_str().unwrap().strip_prefix(&prefix).unwrap().strip_suffix("-24").unwrap();
+            let value: Value = serde_json::from_slice(kv.value()).unwrap();
+            let text = |pointer| value.pointer(pointer).unwrap().as_str().unwrap().to_owned();
+            (subnet.to_owned(), (text("/PublicIP"), text("/BackendData/VtepMAC")))
+        })
+        .collect()
 }
 
 /// The objects that the host's kernel should have.
@@ -72,11 +74,13 @@ pub(crate) async fn agrees(etcd: &Etcd, host: &Host, daemon: &Daemon) -> Duratio
     let begin = Instant::now();
     // The own lease may be written last.
     loop {
-        let (wanted, present) = (wanted(etcd, host).await, present(host));
+        let wanted = wanted(etcd, host).await;
+        let present = present(host);
         if wanted == present && !wanted.is_empty() {
             return begin.elapsed();
         }
-        let (missing, more) = (wanted.difference(&present), present.difference(&wanted));
+        let missing = wanted.difference(&present);
+        let more = present.difference(&wanted);
         assert!(
             begin.elapsed() < Duration::from_secs(60),
             "{}: missing {:?}, too much {:?}\n{}",

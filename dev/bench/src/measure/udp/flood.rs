@@ -40,7 +40,7 @@ pub(super) fn alone(pair: &Pair, port: u16, time: Duration) -> anyhow::Result<f6
     Ok(during(pair, port, wait)?.1)
 }
 
-/// Does something while the host of the second pod gets hostile datagrams at `port`. Returns their
+/// Runs `work` while the host of the second pod gets hostile datagrams at `port`. Returns their
 /// rate too, in thousands per second.
 fn during<T>(
     pair: &Pair,
@@ -105,7 +105,7 @@ fn flood(
     while !ends.load(Ordering::Relaxed) {
         let results =
             sendmmsg(socket.as_raw_fd(), &mut headers, &slices, &addresses, [], MsgFlags::empty());
-        // A full queue refuses some.
+        // A full queue refuses some datagrams.
         let count = results.map_or(0, |results| results.count());
         sent.fetch_add(count as u64, Ordering::Relaxed);
     }
@@ -120,22 +120,23 @@ fn hostile([peer, pod]: [Ipv4Addr; 2]) -> Vec<Vec<u8>> {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         (state >> 24) as u8
     };
-    let one = |n: usize| {
-        let mut noise: Vec<u8> = (0..40 + 8 * n).map(|_| random()).collect();
-        match n % 5 {
-            0 => {}
-            1 => noise = packet(peer, pod, &noise)[..noise.len() / 2].to_vec(),
-            2 => {
-                noise = packet(peer, pod, &noise);
-                // More fragments follow.
-                noise[6] = 0x20;
+    (0..BATCH)
+        .map(|n| {
+            let mut noise: Vec<u8> = (0..40 + 8 * n).map(|_| random()).collect();
+            match n % 5 {
+                0 => {}
+                1 => noise = packet(peer, pod, &noise)[..noise.len() / 2].to_vec(),
+                2 => {
+                    noise = packet(peer, pod, &noise);
+                    // More fragments follow.
+                    noise[6] = 0x20;
+                }
+                3 => noise = packet([203, 0, 113, noise[0]].into(), pod, &noise),
+                _ => noise = packet(peer, pod, &noise),
             }
-            3 => noise = packet([203, 0, 113, noise[0]].into(), pod, &noise),
-            _ => noise = packet(peer, pod, &noise),
-        }
-        noise
-    };
-    (0..BATCH).map(one).collect()
+            noise
+        })
+        .collect()
 }
 
 /// A packet of UDP to the socket of the pod.

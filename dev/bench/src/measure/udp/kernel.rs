@@ -29,7 +29,7 @@ const MODULES: [&str; 11] = [
     "xt_mark",
 ];
 const ROUNDS: usize = 25;
-/// In the time of the guest, which goes by instructions.
+/// The duration of a measurement by the clock of the guest, which counts instructions.
 const TIME: Duration = Duration::from_millis(500);
 const LIMIT: f64 = 0.9;
 
@@ -63,11 +63,13 @@ fn in_guest() -> anyhow::Result<Value> {
         vxlan: Pair::start("vxlan", &interrupter)?,
         go: None,
     };
-    let ratio = |(what, streams)| {
-        let row = pairs.compare(what, ROUNDS, |pair| pair.streams(streams, TIME))?;
-        anyhow::Ok((what.to_owned(), json!(row.ratio)))
-    };
-    FIGURES.into_iter().map(ratio).collect()
+    FIGURES
+        .into_iter()
+        .map(|(what, streams)| {
+            let row = pairs.compare(what, ROUNDS, |pair| pair.streams(streams, TIME))?;
+            anyhow::Ok((what.to_owned(), json!(row.ratio)))
+        })
+        .collect()
 }
 
 /// Adds the rows. A guest that failed is a problem of the report, like a figure below its limit.

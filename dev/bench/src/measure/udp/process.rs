@@ -28,13 +28,13 @@ pub(super) struct Process<'a>(&'a Pair);
 
 /// What was measured.
 pub(super) struct Figures {
-    /// MiB.
+    /// The resident memory, in MiB.
     pub(super) rss: f64,
     /// Voluntary context switches while no packet flows.
     pub(super) wakeups: u64,
     /// The worst time after a kill until a packet passes, in milliseconds.
     pub(super) packet: f64,
-    /// That until the process answers with all its peers.
+    /// The worst time after a kill until the process answers with all its peers, in milliseconds.
     pub(super) peers: f64,
 }
 
@@ -73,7 +73,7 @@ pub(super) fn measure(count: u32, interrupter: &Interrupter) -> anyhow::Result<F
         let [first, second] = process.kill()?;
         packet = packet.max(first);
         peers = peers.max(second);
-        // So that the engine has rested, as usual.
+        // The engine is idle again, as it usually is at a kill.
         pause(Duration::from_secs(2));
     }
     Ok(Figures { rss, wakeups: after - before, packet, peers })
@@ -106,7 +106,8 @@ impl<'a> Process<'a> {
 
     /// Kills it. Returns the times until a packet passes, and until all peers are there.
     fn kill(&self) -> anyhow::Result<[f64; 2]> {
-        let (before, [from, to], at) = (self.status()?, self.0.ends()?.0, self.0.ends()?.1);
+        let before = self.status()?;
+        let ([from, to], at) = self.0.ends()?;
         let inbox = to.run(|| std::net::UdpSocket::bind(at))??;
         let outbox = from.run(|| std::net::UdpSocket::bind("0.0.0.0:0"))??;
         inbox.set_read_timeout(Some(Duration::from_millis(1)))?;
@@ -119,11 +120,12 @@ impl<'a> Process<'a> {
             ensure!(begin.elapsed() < PATIENCE, "it is not back");
             if packet.is_none() {
                 outbox.send_to(&[7], at)?;
-                // Those from before the kill wait in the device.
+                // Packets from before the kill wait in the device.
                 packet = inbox.recv(&mut [0; 9]).is_ok().then(elapsed);
             }
             // The socket of the old process refuses.
-            if let (None, Ok(status)) = (peers, self.status())
+            if peers.is_none()
+                && let Ok(status) = self.status()
                 && status.options.is_some()
                 && status.peers == before.peers
             {

@@ -117,8 +117,11 @@ fn counts(host: &Host) -> [u64; 3] {
 /// Waits until a host's guard has refused this many more.
 fn until_refused(host: &Host, before: [u64; 3], more: [u64; 3]) {
     let wanted: Vec<u64> = before.iter().zip(more).map(|(before, more)| before + more).collect();
-    let is = || refused(host).is_some_and(|(_, now)| now[..] == wanted);
-    eventually(PATIENCE, is, || format!("{wanted:?}, {:?}", refused(host)));
+    eventually(
+        PATIENCE,
+        || refused(host).is_some_and(|(_, now)| now[..] == wanted),
+        || format!("{wanted:?}, {:?}", refused(host)),
+    );
 }
 
 /// The receiver in a host's pod. Gets all datagrams to it so far: a packet of a peer's pod comes
@@ -133,8 +136,7 @@ struct Receiver<'a> {
 impl<'a> Receiver<'a> {
     fn new(host: &'a Host, peer: &'a Host, family: Family) -> Self {
         let at = (pod(host, family), RECEIVER);
-        let bind = || UdpSocket::bind(at).unwrap();
-        let socket = host.pod().unwrap().namespace().run(bind).unwrap();
+        let socket = host.pod().unwrap().namespace().run(|| UdpSocket::bind(at).unwrap()).unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
         Self { host, peer, family, socket }
     }
@@ -157,8 +159,7 @@ impl<'a> Receiver<'a> {
 }
 
 fn send(from: &Namespace, source: IpAddr, bytes: &[u8], to: (IpAddr, u16)) {
-    let send = || UdpSocket::bind((source, 0)).unwrap().send_to(bytes, to).unwrap();
-    from.run(send).unwrap();
+    from.run(|| UdpSocket::bind((source, 0)).unwrap().send_to(bytes, to).unwrap()).unwrap();
 }
 
 fn any(family: Family) -> IpAddr {
@@ -181,12 +182,14 @@ fn attack(lab: &Lab, stranger: &Namespace, family: Family) -> usize {
     send(sender.namespace(), of_peer, &short, node);
     let good = frame(here, &inner(pod(sender, family), pod(here, family), b"forged"));
     let batch = [good, short.clone(), short.clone()].concat();
-    let in_batch = || {
-        let socket = UdpSocket::bind((of_peer, 0)).unwrap();
-        setsockopt(&socket, UdpGsoSegment, &(short.len() as i32)).unwrap();
-        socket.send_to(&batch, node).unwrap();
-    };
-    sender.namespace().run(in_batch).unwrap();
+    sender
+        .namespace()
+        .run(|| {
+            let socket = UdpSocket::bind((of_peer, 0)).unwrap();
+            setsockopt(&socket, UdpGsoSegment, &(short.len() as i32)).unwrap();
+            socket.send_to(&batch, node).unwrap();
+        })
+        .unwrap();
     // A pod of the same node, with its own address, and a pod of another node, whose packets are
     // masqueraded.
     send(here.pod().unwrap().namespace(), pod(here, family), &short, node);

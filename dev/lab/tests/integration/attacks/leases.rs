@@ -76,7 +76,8 @@ fn one_hostile_lease_takes_nothing_from_others() {
             watch.check_health();
         }
         all_log(&lab, "is derived from the public address of");
-        // Those of all nodes at once, behind all of one node or behind an ordinary offer.
+        // The public addresses of all nodes at once, behind all of one node or behind an ordinary
+        // offer.
         for change in 0..CHANGES {
             let copies = (0..30).map(|n| copied(&victims[(n + change) % victims.len()], false));
             let preferred =

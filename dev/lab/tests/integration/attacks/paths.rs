@@ -43,8 +43,11 @@ fn path(lab: &Lab, host: &Host) -> Value {
 
 /// Waits until the path has a state.
 fn until(lab: &Lab, host: &Host, state: &str) -> Value {
-    let of = || Some(path(lab, host)).filter(|path| path["state"] == state);
-    eventually(PATIENCE, of, || format!("not {state}: {:#}", path(lab, host)))
+    eventually(
+        PATIENCE,
+        || Some(path(lab, host)).filter(|path| path["state"] == state),
+        || format!("not {state}: {:#}", path(lab, host)),
+    )
 }
 
 /// The tunnel address of a host.
@@ -94,8 +97,11 @@ fn a_pod_that_forges_answers_changes_no_path() {
             scope.spawn(|| pod.namespace().run(|| flood.run(600, &over)).unwrap());
             block(other.namespace());
             let blocked = until(&lab, host, "tunnel blocked");
-            let probed_again = || path(&lab, host)["probed"].as_f64() > blocked["probed"].as_f64();
-            eventually(PATIENCE, probed_again, || format!("{:#}", path(&lab, host)));
+            eventually(
+                PATIENCE,
+                || path(&lab, host)["probed"].as_f64() > blocked["probed"].as_f64(),
+                || format!("{:#}", path(&lab, host)),
+            );
             assert_eq!(path(&lab, host)["state"], "tunnel blocked");
             let status = ctl(&lab, host, &["paths"]);
             assert_eq!(status["summary"]["failing"], 1, "{status:#}");

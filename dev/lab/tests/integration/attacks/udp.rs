@@ -57,9 +57,10 @@ fn steal(addresses: &str) {
             std::thread::park_timeout(Duration::from_micros(200));
         }
     });
-    let received =
-        |socket: &UdpSocket| std::iter::from_fn(|| socket.recv(&mut [0; 9]).ok()).count();
-    let stolen: usize = sockets.iter().map(received).sum();
+    let stolen: usize = sockets
+        .iter()
+        .map(|socket| std::iter::from_fn(|| socket.recv(&mut [0; 9]).ok()).count())
+        .sum();
     println!("stolen {stolen} by {} sockets and {} names", sockets.len(), names.len());
 }
 
@@ -140,11 +141,12 @@ fn tiny_segments(from: IpAddr, to: IpAddr) -> Vec<u8> {
 /// A device by which a pod sends packets with vnet headers of its own, as by a raw socket.
 fn raw_device(pod: &Pod) -> File {
     let namespace = pod.namespace();
-    let open = || {
-        let device = DeviceBuilder::new().name("raw0").offload(true).build_sync().unwrap();
-        File::from(device.as_fd().try_clone_to_owned().unwrap())
-    };
-    let device = namespace.run(open).unwrap();
+    let device = namespace
+        .run(|| {
+            let device = DeviceBuilder::new().name("raw0").offload(true).build_sync().unwrap();
+            File::from(device.as_fd().try_clone_to_owned().unwrap())
+        })
+        .unwrap();
     for key in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {
         namespace.sysctl(&format!("net/{key}"), "1").unwrap();
     }
@@ -171,8 +173,7 @@ fn memory(pid: i32) -> u64 {
 }
 
 fn memories(lab: &Lab) -> Vec<[u64; 2]> {
-    let of = |host: &Host| [host.daemon_rss().unwrap(), memory(data_plane(host))];
-    lab.hosts().iter().map(of).collect()
+    lab.hosts().iter().map(|host| [host.daemon_rss().unwrap(), memory(data_plane(host))]).collect()
 }
 
 /// The time for an answer of `/healthz`.

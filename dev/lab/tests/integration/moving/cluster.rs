@@ -79,21 +79,24 @@ impl Cluster {
         self.configure_with(host, backend, &[]);
     }
 
-    /// The same with more fields.
+    /// Gives a host a config with this backend and these further options of it.
     pub(crate) fn configure_with(&self, host: &Host, backend: &str, more: &[(&str, Value)]) {
         let text = fs::read_to_string(self.lab.registry().join("config")).unwrap();
         let mut config: Value = serde_json::from_str(&text).unwrap();
         config["Backend"] = json!({ "Type": backend });
         more.iter().for_each(|(field, value)| config[*field] = value.clone());
-        let (file, new) =
-            (self.registry(host).join("config"), self.registry(host).join("config.new"));
+        let file = self.registry(host).join("config");
+        let new = self.registry(host).join("config.new");
         fs::write(&new, config.to_string()).unwrap();
         fs::rename(&new, &file).unwrap();
     }
 
     pub(crate) fn logs(&self) -> String {
-        let log = |host: &Host| format!("--- {}\n{}", host.name(), host.log().unwrap());
-        self.lab.hosts().iter().map(log).collect()
+        self.lab
+            .hosts()
+            .iter()
+            .map(|host| format!("--- {}\n{}", host.name(), host.log().unwrap()))
+            .collect()
     }
 
     /// The backend types in the lease of a host, the preferred one first.
@@ -135,12 +138,15 @@ impl Cluster {
     /// The doctor and the status understand a host in the midst of a move.
     pub(crate) fn is_well(&self, host: &Host, to: &str, offers: &[&str]) {
         let status = || Self::ctl(host, "status").0["network"]["moving"].clone();
-        let is_shown = || {
-            let moving = status();
-            moving["to"] == json!(to) && moving["offers"] == json!(offers)
-        };
         // The lease has the offers before the status.
-        eventually(self.pace.patience, is_shown, || status().to_string());
+        eventually(
+            self.pace.patience,
+            || {
+                let moving = status();
+                moving["to"] == json!(to) && moving["offers"] == json!(offers)
+            },
+            || status().to_string(),
+        );
         let doctor = || Self::ctl(host, "doctor");
         eventually(
             self.pace.patience,
@@ -184,18 +190,13 @@ impl Connection {
                 let to_each = to.addresses().values().copied().collect::<Vec<_>>().into_iter();
                 to_each.map(|address| {
                     let name = format!("{} to {address}", from.name());
-                    Self::start(name, from.namespace(), (to.namespace(), address), pace)
+                    Self::start(name, from.namespace(), to.namespace(), address, pace)
                 })
             })
             .collect()
     }
 
-    fn start(
-        name: String,
-        from: &Namespace,
-        (to, address): (&Namespace, IpAddr),
-        pace: Pace,
-    ) -> Self {
+    fn start(name: String, from: &Namespace, to: &Namespace, address: IpAddr, pace: Pace) -> Self {
         let listener = to.run(|| TcpListener::bind((address, 0)).unwrap()).unwrap();
         let target: SocketAddr = listener.local_addr().unwrap();
         std::thread::spawn(move || {
@@ -236,7 +237,8 @@ impl Connection {
 
 /// Moves a cluster under traffic. No packet may be lost, and no connection may break.
 pub(crate) fn under_traffic(
-    (lab, pace): (Builder, Pace),
+    lab: Builder,
+    pace: Pace,
     backend: &str,
     moves: impl FnOnce(&Cluster, &Traffic),
 ) {

@@ -44,12 +44,14 @@ fn wait_for_refusal(cluster: &Cluster, host: &Host, part: &str) {
         },
         || format!("{}: {}\n{}", host.name(), refusal(host), cluster.logs()),
     );
-    let is_ready = || {
-        let (status, is_well) = Cluster::ctl(host, "status");
-        is_well && status["ready"] == true
-    };
-    let status = || Cluster::ctl(host, "status").0.to_string();
-    eventually(cluster.patience(), is_ready, status);
+    eventually(
+        cluster.patience(),
+        || {
+            let (status, is_well) = Cluster::ctl(host, "status");
+            is_well && status["ready"] == true
+        },
+        || Cluster::ctl(host, "status").0.to_string(),
+    );
 }
 
 fn wait_for_use(cluster: &Cluster, host: &Host) {
@@ -88,7 +90,7 @@ fn restart(cluster: &Cluster, traffic: &Traffic, host: &Host, signal: Signal) {
 #[test]
 fn a_backend_that_no_kernel_has_changes_nothing() {
     as_root(|| {
-        under_traffic((Lab::builder(), Pace::USUAL), "vxlan", |cluster, traffic| {
+        under_traffic(Lab::builder(), Pace::USUAL, "vxlan", |cluster, traffic| {
             let hosts = cluster.lab.hosts();
             // An unknown type is the same on a kernel that has all devices.
             let kind = missing_kind(&hosts[0]).unwrap_or("nosuch");
@@ -114,7 +116,7 @@ fn a_backend_that_no_kernel_has_changes_nothing() {
 #[test]
 fn a_device_that_another_one_excludes_holds_up_the_move_of_its_host_only() {
     as_root(|| {
-        under_traffic((Lab::builder(), Pace::USUAL), "host-gw", |cluster, traffic| {
+        under_traffic(Lab::builder(), Pace::USUAL, "host-gw", |cluster, traffic| {
             let [first, second, third] = cluster.lab.hosts() else { panic!("three hosts") };
             ip(first, STRANGER);
             at_once(cluster, "vxlan");
@@ -139,7 +141,7 @@ fn a_device_that_another_one_excludes_holds_up_the_move_of_its_host_only() {
 #[test]
 fn a_port_in_use_changes_nothing() {
     as_root(|| {
-        under_traffic((Lab::builder(), Pace::USUAL), "vxlan", |cluster, traffic| {
+        under_traffic(Lab::builder(), Pace::USUAL, "vxlan", |cluster, traffic| {
             let hosts = cluster.lab.hosts();
             let bind = |host: &Host| {
                 host.namespace().run(|| UdpSocket::bind(("0.0.0.0", 9472)).unwrap()).unwrap()
@@ -164,7 +166,7 @@ fn a_port_in_use_changes_nothing() {
 #[test]
 fn a_restart_keeps_the_last_network_that_worked() {
     as_root(|| {
-        under_traffic((Lab::builder(), Pace::USUAL), "vxlan", |cluster, traffic| {
+        under_traffic(Lab::builder(), Pace::USUAL, "vxlan", |cluster, traffic| {
             let too_large = [("Backend", json!({ "Type": "vxlan", "MTU": 9000 }))];
             let no_backend_and_other_network = [("Network", json!("10.200.0.0/16"))];
             let wrong = [("SubnetLen", json!(99))];
@@ -197,7 +199,7 @@ fn a_restart_keeps_the_last_network_that_worked() {
 #[test]
 fn a_recorded_backend_that_cannot_be_built_is_left_out() {
     as_root(|| {
-        under_traffic((Lab::builder(), Pace::USUAL), "vxlan", |cluster, traffic| {
+        under_traffic(Lab::builder(), Pace::USUAL, "vxlan", |cluster, traffic| {
             for host in cluster.lab.hosts() {
                 let kind = missing_kind(host).unwrap_or("nosuch");
                 host.stop_daemon(Signal::SIGKILL).unwrap().unwrap();

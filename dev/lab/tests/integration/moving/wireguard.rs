@@ -38,8 +38,8 @@ fn device(from: &Host, to: &Host) -> String {
     device.unwrap_or_else(|| panic!("{route}")).to_owned()
 }
 
-/// Whether a small ping from the pod of a host reaches that of another one. Its MTU is that of the
-/// old backend, so a large one may not.
+/// Whether a small ping from the pod of a host reaches the pod of another one. A large one may not
+/// pass, because the pod has the MTU of the old backend.
 fn ping(from: &Host, to: &Host) -> bool {
     let to = to.pod().unwrap().addresses().v4.unwrap().to_string();
     let mut command = Command::new("ping");
@@ -114,8 +114,11 @@ fn a_move_to_required_encryption_sends_no_packet_unencrypted() {
             assert!(watch.unencrypted(host) > 0, "packets of vxlan are counted");
             cluster.configure_with(host, "wireguard", &[("RequireEncryption", true.into())]);
             let tables = || host.run("nft", &["list", "tables"]).unwrap();
-            let is_read = || tables().contains("flannel-encryption");
-            eventually(PACE.patience, is_read, || cluster.logs());
+            eventually(
+                PACE.patience,
+                || tables().contains("flannel-encryption"),
+                || cluster.logs(),
+            );
             before.push(watch.unencrypted(host));
             let host_number = host.number();
             let passes = || {
@@ -125,15 +128,16 @@ fn a_move_to_required_encryption_sends_no_packet_unencrypted() {
                     .map(|(from, to)| [from.number(), to.number(), ping(from, to).into()])
                     .collect::<Vec<_>>()
             };
-            let as_expected = || {
-                passes().iter().all(|[from, to, passes]| {
-                    let is_ready = |host: &usize| *host <= host_number;
-                    (*passes == 1) == (is_ready(from) == is_ready(to))
-                })
-            };
-            eventually(PACE.patience, as_expected, || {
-                format!("{:?}\n{}", passes(), cluster.logs())
-            });
+            eventually(
+                PACE.patience,
+                || {
+                    passes().iter().all(|[from, to, passes]| {
+                        let is_ready = |host: &usize| *host <= host_number;
+                        (*passes == 1) == (is_ready(from) == is_ready(to))
+                    })
+                },
+                || format!("{:?}\n{}", passes(), cluster.logs()),
+            );
             hosts[..=n].iter().for_each(|host| traffic.wait_for_sent(host.number()));
         }
         hosts.iter().for_each(|host| cluster.wait_for_offers(host, &["wireguard"]));
@@ -147,7 +151,7 @@ fn a_move_to_required_encryption_sends_no_packet_unencrypted() {
 #[test]
 fn two_hosts_without_a_handshake_keep_the_old_backend() {
     in_qemu(&MODULES, || {
-        under_traffic((lab(), PACE), "vxlan", |cluster, traffic| {
+        under_traffic(lab(), PACE, "vxlan", |cluster, traffic| {
             let [first, second, third] = cluster.lab.hosts() else { panic!("three hosts") };
             let pairs = [(first, second), (second, first)];
             for (host, peer) in pairs {
@@ -167,11 +171,14 @@ fn two_hosts_without_a_handshake_keep_the_old_backend() {
                 cluster.wait_for_offers(host, &["wireguard", "vxlan"]);
                 let name = format!("of {}", peer.addresses().v4.unwrap());
                 let waits = || Cluster::ctl(host, "status").0["network"]["moving"].clone();
-                let is_named = || {
-                    let text = waits()["waits_for"].to_string();
-                    text.contains("handshakes of wireguard with") && text.contains(&name)
-                };
-                eventually(PACE.patience, is_named, waits);
+                eventually(
+                    PACE.patience,
+                    || {
+                        let text = waits()["waits_for"].to_string();
+                        text.contains("handshakes of wireguard with") && text.contains(&name)
+                    },
+                    waits,
+                );
                 assert_eq!(device(host, peer), "flannel.1");
                 assert_eq!(device(host, third), "flannel-wg");
             }
@@ -183,8 +190,7 @@ fn two_hosts_without_a_handshake_keep_the_old_backend() {
             for (host, peer) in pairs {
                 cluster.wait_for_offers(host, &["wireguard"]);
                 // The route may follow the lease.
-                let is_encrypted = || device(host, peer) == "flannel-wg";
-                eventually(PACE.patience, is_encrypted, || cluster.logs());
+                eventually(PACE.patience, || device(host, peer) == "flannel-wg", || cluster.logs());
             }
         });
     });

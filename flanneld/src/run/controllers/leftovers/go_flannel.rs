@@ -1,6 +1,6 @@
 //! Removes the routes that Go flannel left on the external interface.
 //!
-//! Go flannel's routes have the same protocol as those of scripts. So they are removed only on the
+//! Go flannel's routes have the same protocol as routes of scripts. So they are removed only on the
 //! first start after a subnet file that we did not write, once the kernel has accepted or refused
 //! all objects of the leases.
 
@@ -97,9 +97,11 @@ impl GoFlannel {
         if self.left_routes()
             && let Ok(status) = settled.await
         {
-            let removal = move || remove(&*kernel, &footprint, lens, &status);
             // Objects that the kernel keeps are removed after the next start.
-            self.left_routes.store(!blocking(removal).await, Ordering::Relaxed);
+            self.left_routes.store(
+                !blocking(move || remove(&*kernel, &footprint, lens, &status)).await,
+                Ordering::Relaxed,
+            );
             let this = self.clone();
             self.writes.run(move || this.wrote_subnet_file()).await;
         }
@@ -161,7 +163,7 @@ mod tests {
         assert!(find().left_routes(), "it is not recorded as ours");
         first.wrote_subnet_file();
         assert!(!find().left_routes(), "ours");
-        // As another program writes it: a new file with the same content.
+        // Another program writes a new file with the same content.
         fs::write(dir.path().join("new"), "A=1\n").unwrap();
         fs::rename(dir.path().join("new"), &file).unwrap();
         let second = find();

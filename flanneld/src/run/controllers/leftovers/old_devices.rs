@@ -24,7 +24,7 @@ pub(crate) struct OldDevices<'a> {
 
 impl OldDevices<'_> {
     /// Waits until the network is settled, removes the devices of dropped backends, then never
-    /// returns. Objects on other devices are those of the network that runs.
+    /// returns. Objects on other devices belong to the network that runs.
     pub(crate) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,

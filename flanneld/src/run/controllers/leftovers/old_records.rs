@@ -41,8 +41,8 @@ struct OldKeeper {
 }
 
 impl OldRecords<'_> {
-    /// Removes the records once the network is settled, then never returns. Those of a backend that
-    /// runs commands stay if no option allows it.
+    /// Removes the records once the network is settled, then never returns. The records of a
+    /// backend that runs commands stay if no option allows it.
     pub(super) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,
@@ -82,8 +82,7 @@ impl OldRecords<'_> {
                 return;
             }
         };
-        let is_new = || lock(&self.record.kept_commands).insert(backend.to_owned());
-        if records > 0 && is_new() {
+        if records > 0 && lock(&self.record.kept_commands).insert(backend.to_owned()) {
             tracing::warn!(
                 %backend, records,
                 "an earlier backend has run commands, which may still be in effect, and those that \
@@ -94,7 +93,7 @@ impl OldRecords<'_> {
     }
 }
 
-/// Removes the records until there are none for a while.
+/// Removes the records until none has appeared for a while.
 async fn remove_all(mut record_keepers: Vec<OldKeeper>, kernel: &Arc<dyn Kernel>) {
     while !record_keepers.is_empty() {
         for old in &mut record_keepers {
@@ -141,7 +140,7 @@ impl Reads {
 /// Removes the records of a record keeper.
 async fn remove(backend: &str, keeper: Arc<dyn RecordKeeper>, kernel: Arc<dyn Kernel>) -> Removed {
     let origin = format!("the earlier backend {backend}");
-    let removal = move || {
+    blocking(move || {
         let record_keepers = [keeper.name()].into();
         let footprint = Footprint { record_keepers, ..Footprint::default() };
         let kernel = WithRecordKeepers::new(kernel, [keeper]).waiting();
@@ -154,6 +153,6 @@ async fn remove(backend: &str, keeper: Arc<dyn RecordKeeper>, kernel: Arc<dyn Ke
         } else {
             Removed::Nothing
         }
-    };
-    blocking(removal).await
+    })
+    .await
 }

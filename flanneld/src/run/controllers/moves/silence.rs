@@ -24,7 +24,7 @@ pub(super) struct Silence {
 /// The packets that devices had received.
 struct Received {
     count: u64,
-    /// The time since which there is no more.
+    /// The time of the last one.
     since: Instant,
 }
 
