@@ -229,7 +229,6 @@ mod tests {
     use std::collections::BTreeMap;
     use std::net::IpAddr;
     use std::sync::{Arc, Mutex};
-    use std::time::Duration;
 
     fn changed_by(protocol: u8) -> ChangedBy {
         let mut changed_by = ChangedBy::new(7);

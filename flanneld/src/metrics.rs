@@ -181,7 +181,7 @@ mod tests {
     use flannel_core::lease::Revision;
     use flannel_core::object::ObjectKind;
     use flannel_core::status::Status;
-    use flannel_core::subnet::{LastError, Ownership, StoreFailure, StoreStatus};
+    use flannel_core::subnet::{LastError, Ownership, StoreFailure, StoreKind, StoreStatus};
     use flannel_doctor::finding::Check;
     use flannel_doctor::paths::Paths;
     use flannel_netlink::NetlinkKernel;

@@ -179,7 +179,8 @@ fn a_stop_kills_the_commands_that_run_and_removes_the_task_of_this_node() {
     start(&commands, Change::Put(endless.clone()));
     test_support::eventually(PATIENCE, || Path::new(&begun).exists(), || "no command");
     commands.stop();
-    let error = commands.wait(&endless.key(), Duration::ZERO).unwrap_err().to_string();
+    let error =
+        commands.wait(&endless.key(), Duration::ZERO).into_result().unwrap_err().to_string();
     assert!(error.ends_with("Join: it was ended, because the keeper stops"), "{error}");
     let refused = commands.apply(&[Change::Put(endless)]);
     assert!(matches!(&refused[..], [Outcome::Failed(_)]), "{refused:?}");
