@@ -131,8 +131,8 @@ impl LocalManager {
         }
         let text = format!(
             "{} took this lease from this host: two hosts have the same public address, or two \
-             flannel daemons run on this host; give this host another public address, or release the lease if no \
-             other host has that address any more",
+             flannel daemons run on this host; give this host another public address, or release \
+             the lease if no other host has that address any more",
             self.holder(entry)
         );
         let failure = StoreFailure::RivalHost { lease: subnets, reserved: entry.holder.is_none() };
