@@ -28,15 +28,19 @@ impl Backend for Hub {
     }
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
-        let (networks, routes_on) = (config.pod_networks().collect(), uplink.into_iter().collect());
-        Ok(Footprint { networks, routes_on, ..Footprint::default() })
+        Ok(Footprint {
+            networks: config.pod_networks().collect(),
+            routes_on: uplink.into_iter().collect(),
+            ..Footprint::default()
+        })
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
-        let (gateway, link, mtu) = (router(config)?, node.uplink.name, node.uplink.mtu);
-        let (public, footprint) = (node.uplink.public, self.footprint(config, Some(link))?);
-        let offer = Offer::new(public);
-        Ok(Prepared::new(offer, move |_| {
+        let gateway = router(config)?;
+        let link = node.uplink.name;
+        let mtu = node.uplink.mtu;
+        let footprint = self.footprint(config, Some(link))?;
+        Ok(Prepared::new(Offer::new(node.uplink.public), move |_| {
             let mut blueprint = Blueprint::new(mtu, move |subnets, _offer, _env, objects| {
                 let via = Via::Gateway { gateway, link, onlink: false };
                 objects.extend(subnets.iter().map(|dst| Route { dst, via, mtu: None }.into()));

@@ -53,7 +53,8 @@ impl Etcd {
         let program = std::env::var_os("ETCD").unwrap_or_else(|| "etcd".into());
         let mut command = Command::new(program);
         command.arg("--data-dir").arg(dir.path());
-        let (client, peer) = (Self::ENDPOINT, "http://127.0.0.1:2380");
+        let client = Self::ENDPOINT;
+        let peer = "http://127.0.0.1:2380";
         command.args(["--listen-client-urls", client, "--advertise-client-urls", client]);
         command.args(["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]);
         command.args(["--initial-cluster", "default=http://127.0.0.1:2380"]);

@@ -218,6 +218,9 @@ impl From<&subnet::StoreFailure> for StoreFailure {
             subnet::StoreFailure::Forbidden => Self::Forbidden,
             subnet::StoreFailure::ServerCertificate => Self::ServerCertificate,
             subnet::StoreFailure::Token { path } => Self::Token { path: path.clone() },
+            subnet::StoreFailure::RivalHost { lease, reserved } => {
+                Self::RivalHost { lease: lease.to_string(), reserved: *reserved }
+            }
             _ => Self::Other,
         }
     }

@@ -46,6 +46,12 @@ impl Problem {
         Self { severity, cause, text, hint: None }
     }
 
+    /// Sets [`Problem::hint`].
+    #[must_use]
+    pub fn with_hint(self, hint: impl Into<String>) -> Self {
+        Self { hint: Some(hint.into()), ..self }
+    }
+
     /// Whether it makes the node not ready.
     pub fn is_error(&self) -> bool {
         self.severity == Severity::Error

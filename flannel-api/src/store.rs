@@ -91,6 +91,13 @@ pub enum StoreFailure {
         /// Its path.
         path: String,
     },
+    /// Another host took the lease of this node, and still has it.
+    RivalHost {
+        /// The subnets of the lease.
+        lease: String,
+        /// Whether the lease is a reservation, which has no holder.
+        reserved: bool,
+    },
     /// Another cause. Usually the store cannot be reached.
     #[default]
     #[serde(other)]

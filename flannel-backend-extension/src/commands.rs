@@ -58,7 +58,7 @@
 //! let record = Object::from(task.record("mine", "10.1.7.0/24".parse()?));
 //! // The route engine does this with the records of the plan.
 //! assert_eq!(commands.apply(&[Change::Put(record.clone())]), [Outcome::Started]);
-//! commands.wait(&record.key(), Duration::from_secs(30))?;
+//! commands.wait(&record.key(), Duration::from_secs(30)).into_result()?;
 //! assert_eq!(mine.record_keepers(None).remove(0).records()?.len(), 1);
 //! # Ok(()) }
 //! ```

@@ -118,7 +118,7 @@ impl Backend for Extension {
 }
 
 impl Extension {
-    /// The trimmed output of `PreStartupCommand`, or `None` if there is no such command.
+    /// The trimmed output of `PreStartupCommand`, or `None` if the option is not set.
     async fn output_of_pre_startup(&self, options: &Options) -> Result<Option<String>> {
         let Some(words) = options.pre_startup.clone() else { return Ok(None) };
         let key = json(&words);

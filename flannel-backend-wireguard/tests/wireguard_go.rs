@@ -61,7 +61,7 @@ impl Node {
     }
 
     /// Its objects with this peer.
-    async fn objects(&self, (subnets, attrs): (Subnets, LeaseAttrs)) -> ObjectSet {
+    async fn objects(&self, subnets: Subnets, attrs: LeaseAttrs) -> ObjectSet {
         self.subnets.put_attrs(&subnets.to_string(), attrs);
         let config = self.subnets.network_config().await.unwrap();
         let join = self.host.join(&WireguardBackend, &config, JoinOptions::default());
@@ -167,7 +167,8 @@ async fn another_implementation_takes_the_keys_and_passes_packets() {
     let nodes = [Node::new(1), Node::new(2)];
     let leases = [nodes[0].lease().await, nodes[1].lease().await];
     let [first, second] = leases;
-    let objects = [nodes[0].objects(second).await, nodes[1].objects(first).await];
+    let objects =
+        [nodes[0].objects(second.0, second.1).await, nodes[1].objects(first.0, first.1).await];
     let netns = [Netns::new().unwrap(), Netns::new().unwrap()];
     let tunnels = [Tunnel::start(&netns[0]), Tunnel::start(&netns[1])];
     let far = tunnels[1].0.id();

@@ -53,7 +53,7 @@ impl Backends {
     /// The backend of a type in lower case.
     ///
     /// # Errors
-    /// There is no backend of this type. The error lists all types.
+    /// A backend of this type does not exist. The error lists all types.
     pub fn find(&self, kind: &str) -> Result<&Arc<dyn Backend>, UnknownBackend> {
         self.iter().find(|backend| backend.kind() == kind).ok_or_else(|| {
             let known: Vec<&str> = self.iter().map(|backend| backend.kind()).collect();

@@ -46,10 +46,12 @@ fn configs() -> [Config; 2] {
 
 #[tokio::test]
 async fn each_peer_is_reached_by_the_best_common_offer_and_no_route_is_deleted() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(OLD));
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(OLD);
     subnets.put_attrs("10.1.7.0-24", peer(7, &["vxlan"]));
     subnets.put_attrs("10.1.8.0-24", peer(8, &["vxlan"]));
-    let (host, [old, new]) = (host(&kernel, &subnets), configs());
+    let host = host(&kernel, &subnets);
+    let [old, new] = configs();
     let vxlan = BackendInUse::new(&VxlanBackend, &old);
     let host_gw = BackendInUse::new(&HostGw, &new);
     let mut macs = Vec::new();
@@ -69,7 +71,8 @@ async fn each_peer_is_reached_by_the_best_common_offer_and_no_route_is_deleted()
         (vec![host_gw.with_offer_rank(Some(0)), vxlan.with_offer_rank(None)], "host-gw", "78"),
     ] {
         let network = host.join_all(&backends, JoinOptions::default()).await.unwrap().network;
-        let (handle, views) = (network.handle(), subnets.watch_leases().await.unwrap());
+        let handle = network.handle();
+        let views = subnets.watch_leases().await.unwrap();
         let published: Vec<_> = handle.lease.attrs.offers().map(|it| it.kind.clone()).collect();
         assert_eq!((published.join(" ").as_str(), handle.mtu), (kinds, 1450));
         macs.extend(handle.lease.attrs.offers().filter_map(|offer| offer.data.v4.clone()));
@@ -109,8 +112,10 @@ async fn each_peer_is_reached_by_the_best_common_offer_and_no_route_is_deleted()
 
 #[tokio::test]
 async fn a_backend_that_cannot_move_runs_alone() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(OLD));
-    let (host, [old, _]) = (host(&kernel, &subnets), configs());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(OLD);
+    let host = host(&kernel, &subnets);
+    let [old, _] = configs();
     let backends = [BackendInUse::new(&VxlanBackend, &old), BackendInUse::new(&Alloc, &old)];
     let error = host.join_all(&backends, JoinOptions::default()).await.unwrap_err();
     assert_eq!(error.to_string(), "backend alloc: it does not run beside another backend");
@@ -120,8 +125,10 @@ async fn a_backend_that_cannot_move_runs_alone() {
 
 #[tokio::test]
 async fn a_network_without_an_offer_is_refused() {
-    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(OLD));
-    let (host, [old, new]) = (host(&kernel, &subnets), configs());
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(OLD);
+    let host = host(&kernel, &subnets);
+    let [old, new] = configs();
     let backends = [BackendInUse::new(&VxlanBackend, &old), BackendInUse::new(&HostGw, &new)];
     let unpublished = backends.map(|backend| backend.with_offer_rank(None));
     for (backends, names) in [(&unpublished[..], "vxlan, host-gw"), (&[], "(none)")] {

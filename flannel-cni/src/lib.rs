@@ -57,7 +57,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// This process's call and stdin, or `None` if there is no `CNI_COMMAND`.
+/// This process's call and stdin, or `None` without `CNI_COMMAND`.
 fn call_from_process() -> Result<Option<(Call, Vec<u8>)>> {
     let Some(call) = Call::from_env(|name| std::env::var_os(name))? else { return Ok(None) };
     let mut stdin = Vec::new();

@@ -113,7 +113,7 @@ impl SubnetEnv {
                 if line.key == network_key(family) {
                     networks[family] = Some(line.subnets(family)?);
                 } else if line.key == subnet_key(family) {
-                    subnets[family] = Some(line.subnet(line.value, family)?);
+                    subnets[family] = Some(line.own_subnet(line.value, family)?);
                 }
             }
             match line.key {
@@ -150,6 +150,22 @@ impl SubnetEnv {
     pub fn previous(&self) -> Option<Subnets> {
         Subnets::new(self.subnets.values().copied())
     }
+
+    /// This host's subnets in the text of a file, whatever else is wrong in it, as
+    /// [`Self::previous`] returns them. A wrong item in a list of subnets is left out. A family
+    /// with several subnets has none.
+    pub fn previous_in(text: &str) -> Option<Subnets> {
+        let mut subnets = Dual::default();
+        for (number, text) in text.lines().enumerate() {
+            let line = Line::new(number + 1, text);
+            for family in Family::BOTH.into_iter().filter(|f| line.key == subnet_key(*f)) {
+                let parts = line.value.split(',');
+                let mut valid = parts.filter_map(|part| line.own_subnet(part, family).ok());
+                subnets[family] = valid.next().filter(|_| valid.next().is_none());
+            }
+        }
+        Subnets::new(subnets.values().copied())
+    }
 }
 
 /// A line of the file.
@@ -163,13 +179,14 @@ struct Line<'a> {
 impl<'a> Line<'a> {
     fn new(number: usize, text: &'a str) -> Self {
         let text = text.trim();
-        let text = text.strip_prefix("export ").unwrap_or(text);
+        let exported = text.strip_prefix("export").filter(|rest| rest.starts_with([' ', '\t']));
+        let text = exported.unwrap_or(text);
         let (key, value) = text.split_once(['=', ':']).unwrap_or((text, ""));
         let value = value.trim();
         let in_quotes = |quote: char| Some(value.strip_prefix(quote)?.split_once(quote)?.0);
         let without_comment = || value.split(" #").next().unwrap_or_default().trim_end();
         let value = in_quotes('"').or_else(|| in_quotes('\'')).unwrap_or_else(without_comment);
-        Self { number, key: key.trim_end(), value }
+        Self { number, key: key.trim(), value }
     }
 
     fn wrong(&self, expected: impl Into<String>) -> SubnetEnvError {
@@ -191,8 +208,17 @@ impl<'a> Line<'a> {
     fn subnet(&self, part: &str, family: Family) -> Result<Subnet, SubnetEnvError> {
         let subnet = part.trim().parse().ok();
         subnet
-            .filter(|subnet: &Subnet| subnet.family() == family && !subnet.is_everything())
+            .filter(|subnet: &Subnet| subnet.family() == family)
             .ok_or_else(|| self.wrong(format!("an {family} subnet")))
+    }
+
+    /// The subnet of a host in a part of the value. It is not the whole address space.
+    fn own_subnet(&self, part: &str, family: Family) -> Result<Subnet, SubnetEnvError> {
+        let subnet = self.subnet(part, family)?;
+        if subnet.is_everything() {
+            return Err(self.wrong(format!("an {family} subnet")));
+        }
+        Ok(subnet)
     }
 
     /// The subnets in a value with commas, without duplicates.
@@ -279,7 +305,7 @@ mod tests {
                 "FLANNEL_IPV6_SUBNET=fd00::1/64,fd01::1/64",
                 r#"is "fd00::1/64,fd01::1/64", expected an IPv6 subnet"#,
             ),
-            ("FLANNEL_NETWORK=0.0.0.0/0", r#"is "0.0.0.0/0", expected an IPv4 subnet"#),
+            ("FLANNEL_SUBNET=0.0.0.0/0", r#"is "0.0.0.0/0", expected an IPv4 subnet"#),
             ("FLANNEL_IPV6_NETWORK=fd00::/48,x", r#"is "fd00::/48,x", expected an IPv6 subnet"#),
             ("FLANNEL_MTU=big", r#"FLANNEL_MTU is "big", expected a number of bytes"#),
             ("FLANNEL_MTU=4294967296", "expected a number of bytes"),
@@ -304,5 +330,19 @@ mod tests {
         assert_eq!(without_subnets.previous(), None);
         let both = [("10.1.0.0/16", "10.1.5.0/24"), ("fd00::/48", "fd00:0:0:5::/64")];
         assert_eq!(env(&both).previous().unwrap().to_string(), "10.1.5.0-24&fd00:0:0:5::-64");
+    }
+
+    #[test]
+    fn the_previous_subnets_are_known_although_other_values_are_wrong() {
+        for (text, expected) in [
+            ("FLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_IPV6_NETWORK=fd00::/48,x", Some("10.1.5.0-24")),
+            ("export\t FLANNEL_SUBNET=x, 10.1.5.1/24\nFLANNEL_MTU=x", Some("10.1.5.0-24")),
+            ("FLANNEL_SUBNET=10.1.5.1/24,10.1.6.1/24", None),
+            ("FLANNEL_SUBNET=0.0.0.0/0", None),
+            ("", None),
+        ] {
+            let previous = SubnetEnv::previous_in(text).map(|subnets| subnets.to_string());
+            assert_eq!(previous.as_deref(), expected, "{text}");
+        }
     }
 }

@@ -47,7 +47,7 @@ pub struct Rule {
     /// The device on which its packets arrive, or `None` for any device.
     pub iif: Option<String>,
     /// How many forwarded packets without a mark match the selectors of the rule that have no field
-    /// here, such as TOS, protocol, ports and mark. [`Share::All`] if there is no such selector.
+    /// here, such as TOS, protocol, ports and mark. [`Share::All`] without such a selector.
     pub rest: Share,
     /// Routes with a prefix of at most this length are ignored in its table
     /// (`suppress_prefixlength`).
@@ -144,7 +144,7 @@ impl NetlinkKernel {
         }
     }
 
-    /// The routes of a table to addresses in `within`. Empty if there is no such table.
+    /// The routes of a table to addresses in `within`. Empty if the table does not exist.
     ///
     /// # Errors
     /// The routes cannot be read.
@@ -170,7 +170,7 @@ impl NetlinkKernel {
         Ok(routes)
     }
 
-    /// What is attached to a device. Empty if there is no such device. Programs that use `tcx`
+    /// What is attached to a device. Empty if the device does not exist. Programs that use `tcx`
     /// (Linux 6.6) are not included, because the kernel reports them only to `bpf(2)`.
     ///
     /// # Errors

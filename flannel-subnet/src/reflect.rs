@@ -54,7 +54,7 @@ impl Reflector {
     /// line when the store is lost and one when it answers again.
     ///
     /// # Panics
-    /// There is no tokio runtime.
+    /// The caller is not in a tokio runtime.
     pub fn start(registry: Arc<dyn Registry>) -> Self {
         Self::start_from(View::unknown(), registry)
     }
@@ -63,7 +63,7 @@ impl Reflector {
     /// the leases of a [`Cache`](crate::Cache).
     ///
     /// # Panics
-    /// There is no tokio runtime.
+    /// The caller is not in a tokio runtime.
     pub fn start_from(view: View, registry: Arc<dyn Registry>) -> Self {
         let freed = Mutex::default();
         let shared = Arc::new(Shared { views: watch::channel(view).0, freed });

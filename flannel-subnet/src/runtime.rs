@@ -11,7 +11,7 @@ use tokio::io::unix::AsyncFd;
 /// `inner` must own its descriptor, never change it, and close it only when it is dropped.
 ///
 /// # Panics
-/// There is no tokio runtime with I/O enabled.
+/// The caller is not in a tokio runtime with I/O enabled.
 #[expect(
     deprecated,
     reason = "sound for a type that owns its descriptor; the successor needs unsafe code"

@@ -127,8 +127,8 @@ pub(crate) fn saved(global: &Global) -> Option<Saved> {
 
 /// The subnets of the last daemon here. The subnet file is gone after a reboot, the cache is not.
 pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
-    let env = subnet_file::read(&global.subnet_file).ok().and_then(|env| env.previous());
-    env.or_else(|| Some(saved(global)?.own?.0.subnets))
+    let previous = subnet_file::previous(&global.subnet_file).ok().flatten();
+    previous.or_else(|| Some(saved(global)?.own?.0.subnets))
 }
 
 /// The state that the last daemon left.

@@ -13,7 +13,6 @@ mod trial;
 mod uplink;
 
 use std::convert::Infallible;
-use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::path::Path;
 use std::pin::{Pin, pin};
@@ -23,7 +22,7 @@ use flannel_core::kernel::Footprint;
 use flannel_core::{Kernel, SubnetManager, Subnets};
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
-use flannel_subnet::{HolderId, Identity, SubnetFileError, remove_temporary_files, subnet_file};
+use flannel_subnet::{HolderId, Identity, remove_temporary_files, subnet_file};
 
 use crate::blocking::BlockingQueue;
 use crate::config::{DaemonConfig, NexthopObjects};
@@ -158,17 +157,13 @@ fn clean_up(subnet_file: &Path) {
     }
 }
 
-/// The subnets in the subnet file of the last run; `None` if there is no such file. A file that
+/// The subnets in the subnet file of the last run; `None` if the file does not exist. A file that
 /// cannot be read is logged and counts as missing.
 fn previous_subnets(settings: &DaemonConfig) -> Option<Subnets> {
-    match subnet_file::read(&settings.subnet_file) {
-        Ok(env) => env.previous(),
-        Err(SubnetFileError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
-        Err(error) => {
-            tracing::warn!(%error, "the previous subnet is not known");
-            None
-        }
-    }
+    subnet_file::previous(&settings.subnet_file).unwrap_or_else(|error| {
+        tracing::warn!(%error, "the previous subnet is not known");
+        None
+    })
 }
 
 /// The addresses that identify a lease as this host's.

@@ -12,7 +12,7 @@ use crate::spec::error::{Code, Error, Result};
 /// Reads the file.
 ///
 /// # Errors
-/// [`Code::TRY_AGAIN_LATER`] if there is no such file, [`Code::IO`] or [`Code::DECODING`].
+/// [`Code::TRY_AGAIN_LATER`] if the file does not exist, [`Code::IO`] or [`Code::DECODING`].
 pub(crate) fn read(path: &Path) -> Result<SubnetEnv> {
     let failed = |code, why: &dyn Display| {
         let path = path.display();

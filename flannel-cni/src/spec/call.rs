@@ -70,7 +70,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// Reads the variables. Returns `None` if there is no `CNI_COMMAND`, because then the caller
+    /// Reads the variables. Returns `None` without `CNI_COMMAND`, because then the caller
     /// is not a runtime.
     ///
     /// # Errors

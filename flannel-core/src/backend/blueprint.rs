@@ -77,6 +77,12 @@ impl Blueprint {
         }
     }
 
+    /// Sets [`Blueprint::lease_type`].
+    #[must_use]
+    pub fn with_lease_type(self, lease_type: &'static str) -> Self {
+        Self { lease_type: Some(lease_type), ..self }
+    }
+
     /// Sets [`Blueprint::any_lease_type`].
     #[must_use]
     pub fn with_any_lease_type(self) -> Self {

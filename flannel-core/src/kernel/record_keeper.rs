@@ -54,10 +54,11 @@ pub trait RecordKeeper: fmt::Debug + Send + Sync {
     /// [`Outcome::Started`], and the change continues. Blocks. With a `timeout` of zero it returns
     /// at once.
     ///
-    /// The default returns [`Outcome::Done`], which is right for a keeper that makes each change
-    /// in [`apply`](Self::apply).
+    /// It is called only for a change for which [`apply`](Self::apply) returned
+    /// [`Outcome::Started`]. The default returns [`Outcome::Started`], and is for a keeper that
+    /// never returns it.
     fn wait(&self, _key: &Key, _timeout: Duration) -> Outcome {
-        Outcome::Done
+        Outcome::Started
     }
 
     /// The packets that this keeper moves or drops itself. `None` if it does not handle packets, or

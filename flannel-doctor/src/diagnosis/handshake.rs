@@ -290,7 +290,7 @@ mod tests {
             ),
             (
                 there,
-                "its packets do not arrive at UDP port 51821 here",
+                "packets from there do not arrive at UDP port 51821 of this node",
                 "iptables -I INPUT -p udp --dport 51821 -j ACCEPT # here",
             ),
             (

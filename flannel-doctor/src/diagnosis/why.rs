@@ -50,7 +50,7 @@ pub struct RouteInputs<'a> {
     /// The network's explanation of the peer.
     pub explanation: Option<Explained>,
     /// The device of the packets to peers that have no route of their own: a route for the whole
-    /// network leads to it. `None` if there is no such route, or not for all peers.
+    /// network leads to it. `None` without such a route, or if it is not the same for all peers.
     pub device: Option<LinkName>,
     /// The kernel's answer.
     pub answer: Result<RouteAnswer, KernelError>,
@@ -147,9 +147,7 @@ fn wanted_way(
 fn unshadow(address: IpAddr) -> Remedy {
     let ip = if address.is_ipv4() { "ip" } else { "ip -6" };
     Remedy::run(format!("{ip} route del $({ip} route get fibmatch {address} | grep -v ^default)"))
-        .remark(format!(
-            "first look at {ip} rule: if a rule causes it, delete that rule, not the route"
-        ))
+        .remark(format!("first see {ip} rule: if a rule is the cause, delete it instead"))
 }
 
 /// `via 192.0.2.254 dev eth0`, for example.

@@ -200,7 +200,7 @@ fn the_causes_of_a_missing_handshake_are_told_apart() {
                 far.run(unblock);
                 assert_finding(
                     &Check::Handshake,
-                    "its packets do not arrive at UDP port 51820 here",
+                    "packets from there do not arrive at UDP port 51820 of this node",
                 );
                 unblock();
 

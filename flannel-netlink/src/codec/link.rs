@@ -25,7 +25,7 @@ const IFLA_CARRIER_CHANGES: u16 = 35;
 
 /// Encodes and compares the attributes of a desired device of one link kind. `data` is the content
 /// of `IFLA_INFO_DATA`. `lower` is the index of the lower device, which sends the outer packets, or
-/// 0 if there is no lower device.
+/// 0 without a lower device.
 pub(crate) trait LinkCodec {
     /// Adds the attributes of a new device.
     fn create(&self, data: &mut Messages, lower: u32);
@@ -213,7 +213,7 @@ impl LinkMessage {
         self.kind != KindMessage::Other
     }
 
-    /// The index of the device that sends the outer packets, or 0 if there is no such device.
+    /// The index of the device that sends the outer packets, or 0 if it is not set.
     pub(crate) fn lower(&self) -> u32 {
         match &self.kind {
             KindMessage::Fou(fou) => fou.lower,

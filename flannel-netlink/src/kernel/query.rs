@@ -12,7 +12,7 @@ use crate::codec::link::LinkMessage;
 use crate::codec::{link, route};
 use crate::transport::socket::Socket;
 
-/// The link with this name, or `None` if there is no such link. Alternative names (`altname` of
+/// The link with this name, or `None` if the link does not exist. Alternative names (`altname` of
 /// `ip link`) are not compared.
 pub(crate) fn find_link(
     socket: &mut Socket,
@@ -25,19 +25,19 @@ pub(crate) fn find_link(
     }
 }
 
-/// The link with this name. The error is `ENODEV` if there is no such link.
+/// The link with this name. The error is `ENODEV` if the link does not exist.
 pub(crate) fn get_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
     find_link(socket, name)?
         .ok_or_else(|| KernelError::explained(ENODEV, format!("no interface named {name}")))
 }
 
-/// The name of the link with this index. The error is `ENODEV` if there is no such link, and
+/// The name of the link with this index. The error is `ENODEV` if the link does not exist, and
 /// [`KernelError::Unreadable`] if its name is not UTF-8.
 pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, KernelError> {
     socket.ask(link::by_index(index), link::read).map(|link| link.name)
 }
 
-/// The name of the link with this index, or `None` if there is no such link or its name is not
+/// The name of the link with this index, or `None` if the link does not exist or its name is not
 /// UTF-8.
 pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
     match ask_name(socket, index) {

@@ -135,7 +135,8 @@ impl NetlinkKernel {
     /// Reads a WireGuard device, with the state of its tunnels.
     ///
     /// # Errors
-    /// There is no such device, it is not a WireGuard device, or the process lacks `CAP_NET_ADMIN`.
+    /// The device does not exist, it is not a WireGuard device, or the process lacks
+    /// `CAP_NET_ADMIN`.
     ///
     /// # Blocking
     /// Some microseconds for each peer.

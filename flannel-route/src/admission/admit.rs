@@ -158,7 +158,7 @@ impl Admission {
         self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.chosen())
     }
 
-    /// The objects of one peer. Empty if it is not accepted, or if there is no such peer.
+    /// The objects of one peer. Empty if the peer is not accepted.
     pub fn objects_of(&self, id: PeerId) -> &[Object] {
         self.index.peer(id).filter(|peer| peer.accepted).map_or(&[], |peer| peer.chosen())
     }

@@ -295,7 +295,7 @@ impl PeerIndex {
         if is_first { Sharing::Displaces } else { Sharing::Shared }
     }
 
-    /// The peer that the object with this key is named after, or `None` if there is no such peer,
+    /// The peer that the object with this key is named after, or `None` without such a peer,
     /// or if `object` itself is such a definition.
     pub(crate) fn owner(&self, object: &Object) -> Option<&PeerEntry> {
         if self.named_by.is_empty() || object.is_derived() {

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use flannel_core::logging::LogRateLimiter;
-use flannel_core::{SubnetEnv, SubnetEnvError};
+use flannel_core::{SubnetEnv, SubnetEnvError, Subnets};
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
@@ -57,6 +57,26 @@ pub fn read(path: &Path) -> Result<SubnetEnv, SubnetFileError> {
         .map_err(|source| SubnetFileError::Content { path: path.to_owned(), source })
 }
 
+/// The subnets in the file of the last run, to get the same lease again. `None` if there is no file
+/// or no subnet in it. A wrong value of another key does not hide them.
+///
+/// # Errors
+/// The file cannot be read, or has wrong values and no subnet.
+///
+/// # Blocking
+/// Waits for the disk.
+pub fn previous(path: &Path) -> Result<Option<Subnets>, SubnetFileError> {
+    let read_error = match read(path) {
+        Ok(env) => return Ok(env.previous()),
+        Err(SubnetFileError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            return Ok(None);
+        }
+        Err(error) => error,
+    };
+    let previous = fs::read_to_string(path).ok().and_then(|text| SubnetEnv::previous_in(&text));
+    previous.map(Some).ok_or(read_error)
+}
+
 /// Writes the file in one step, and creates its directory (mode 0755). A new file has mode 0644
 /// regardless of the umask. An existing one keeps its mode.
 ///
@@ -77,7 +97,7 @@ pub fn write(path: &Path, env: &SubnetEnv) -> Result<(), SubnetFileError> {
 /// `write` fails, with its error. If the file cannot be watched, it never returns.
 ///
 /// # Panics
-/// There is no tokio runtime with I/O enabled.
+/// The caller is not in a tokio runtime with I/O enabled.
 ///
 /// # Cancel safety
 /// A call of `write` may be dropped before it has finished. Nothing else is lost.

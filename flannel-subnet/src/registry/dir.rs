@@ -89,7 +89,7 @@ impl DirRegistry {
     /// created, read or watched.
     ///
     /// # Panics
-    /// There is no tokio runtime with I/O enabled.
+    /// The caller is not in a tokio runtime with I/O enabled.
     pub async fn open(path: impl Into<PathBuf>, options: DirOptions) -> Result<Self> {
         let location = DirLocation { path: path.into(), options };
         let writes = location.options.assign == Assign::Free;

@@ -115,8 +115,8 @@ mod tests {
                 flannel.1, because of a more specific route or a rule of another program"
                 .into(),
             hint: Some(
-                "ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default) # if no \
-                rule causes it: ip rule"
+                "ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default) # first see ip \
+                rule: if a rule is the cause, delete it instead"
                     .into(),
             ),
             network: Some("10.1.0.0/16".into()),

@@ -189,7 +189,7 @@ impl Host {
     /// Sends the daemon a signal that does not end it, such as SIGSTOP.
     ///
     /// # Errors
-    /// There is no daemon, or the signal could not be sent.
+    /// No daemon runs, or the signal could not be sent.
     pub fn signal_daemon(&self, signal: Signal) -> Result<()> {
         match self.lock_daemon().as_ref() {
             Some(child) => daemon::send(child, signal),

@@ -131,7 +131,7 @@ impl Namespace {
     /// Writes a sysctl of this namespace; `key` as a path below `/proc/sys`.
     ///
     /// # Errors
-    /// There is no such sysctl, it does not take the value, or `/proc/sys` is read-only.
+    /// The sysctl does not exist, it does not take the value, or `/proc/sys` is read-only.
     pub fn sysctl(&self, key: &str, value: &str) -> Result<()> {
         let path = format!("/proc/sys/{key}");
         self.run(|| std::fs::write(&path, value))?

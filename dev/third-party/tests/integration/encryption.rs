@@ -35,7 +35,7 @@ fn start(host: &Host) {
 }
 
 /// The state of the lab for an error.
-fn scene(lab: &Lab) -> String {
+fn state_of(lab: &Lab) -> String {
     lab.hosts()
         .iter()
         .map(|host| {
@@ -59,7 +59,7 @@ fn answered(lab: &Lab) -> usize {
 }
 
 fn wait_for_answers(lab: &Lab, number: usize) {
-    wait_until(|| answered(lab) == number, || scene(lab));
+    wait_until(|| answered(lab) == number, || state_of(lab));
 }
 
 /// Routes to the pods of each host by the link of the hosts, without a tunnel.
@@ -97,7 +97,7 @@ fn dropped(lab: &Lab, host: &Host) -> bool {
     let page = host.run("curl", &["-s", "--unix-socket", &socket, "http://x/metrics"]).unwrap();
     let metric = "flannel_firewall_dropped_packets_total{reason=\"unencrypted\"} ";
     let line = page.lines().find_map(|line| line.strip_prefix(metric));
-    line.unwrap_or_else(|| panic!("{}", scene(lab))).parse::<f64>().unwrap() > 0.0
+    line.unwrap_or_else(|| panic!("{}", state_of(lab))).parse::<f64>().unwrap() > 0.0
 }
 
 /// Pods are reached through the encrypted tunnel only, with rules in nftables or in iptables.
@@ -113,8 +113,8 @@ fn only_the_encrypted_tunnel_carries_packets(nftables: bool) {
                 .map(|f| host.run("ip", &[f, "route", "show", "type", "blackhole"]).unwrap())
         };
         let in_place = || hosts.iter().all(|host| blackholes(host).iter().all(|b| !b.is_empty()));
-        wait_until(|| in_place() && is_ready(&lab), || scene(&lab));
-        assert_eq!(answered(&lab), 4, "{}", scene(&lab));
+        wait_until(|| in_place() && is_ready(&lab), || state_of(&lab));
+        assert_eq!(answered(&lab), 4, "{}", state_of(&lab));
 
         // Without daemons, plain routes carry nothing.
         for host in hosts {
@@ -122,7 +122,7 @@ fn only_the_encrypted_tunnel_carries_packets(nftables: bool) {
         }
         assert_eq!(answered(&lab), 4, "the data path stays");
         plain_routes(&lab);
-        assert_eq!(answered(&lab), 0, "{}", scene(&lab));
+        assert_eq!(answered(&lab), 0, "{}", state_of(&lab));
         // The second line: without rules and routes to the peer, no other route is used.
         for host in hosts {
             let rules = if nftables {
@@ -132,7 +132,7 @@ fn only_the_encrypted_tunnel_carries_packets(nftables: bool) {
             };
             host.run(rules[0], &rules[1..]).unwrap();
         }
-        assert_eq!(answered(&lab), 4, "plain routes work: {}", scene(&lab));
+        assert_eq!(answered(&lab), 4, "plain routes work: {}", state_of(&lab));
         for (host, peer) in [(&hosts[0], &hosts[1]), (&hosts[1], &hosts[0])] {
             for (family, subnet) in peer.subnet_env().unwrap().unwrap().subnets.iter() {
                 host.run("ip", &["route", "del", &subnet.to_string()]).unwrap();
@@ -140,7 +140,7 @@ fn only_the_encrypted_tunnel_carries_packets(nftables: bool) {
                 host.run("ip", &["route", "replace", "default", "via", &via]).unwrap();
             }
         }
-        assert_eq!(answered(&lab), 0, "{}", scene(&lab));
+        assert_eq!(answered(&lab), 0, "{}", state_of(&lab));
 
         // The next daemons repair everything.
         hosts.iter().for_each(start);
@@ -162,7 +162,7 @@ fn plain_routes_on_a_running_host_are_repaired(lab: &Lab) {
                 .iter()
                 .all(|host| host.run("ip", &["route"]).unwrap().contains("lane7 proto 241"))
         },
-        || format!("{:?} {}", begin.elapsed(), scene(lab)),
+        || format!("{:?} {}", begin.elapsed(), state_of(lab)),
     );
 }
 
@@ -192,7 +192,7 @@ fn a_backend_without_encryption_carries_nothing_until_the_option_is_off() {
         };
         wait_until(
             || lab.hosts().iter().all(|host| !routes(host).concat().contains("via")),
-            || scene(&lab),
+            || state_of(&lab),
         );
         wait_until(
             || {
@@ -206,21 +206,21 @@ fn a_backend_without_encryption_carries_nothing_until_the_option_is_off() {
         assert_eq!(status(&lab, first)["ready"], false);
 
         // The blackhole route drops these packets, and they are counted.
-        assert_eq!(answered(&lab), 0, "{}", scene(&lab));
+        assert_eq!(answered(&lab), 0, "{}", state_of(&lab));
         wait_until(
             || dropped(&lab, first) && problems(&lab, first).contains("leave unencrypted"),
-            || problems(&lab, first) + &scene(&lab),
+            || problems(&lab, first) + &state_of(&lab),
         );
 
         // A plain route, as another program may make it.
         plain_routes(&lab);
-        assert_eq!(answered(&lab), 0, "{}", scene(&lab));
+        assert_eq!(answered(&lab), 0, "{}", state_of(&lab));
 
         // A host that comes back does not begin with plain routes either.
         first.stop_daemon(Signal::SIGTERM).unwrap();
         start(first);
-        wait_until(|| problems(&lab, first).contains("does not encrypt"), || scene(&lab));
-        assert_eq!(answered(&lab), 0, "{}", scene(&lab));
+        wait_until(|| problems(&lab, first).contains("does not encrypt"), || state_of(&lab));
+        assert_eq!(answered(&lab), 0, "{}", state_of(&lab));
 
         let output = text(&ctl(&lab, first, &["config", "check"]));
         assert!(output.contains("2 of 2 leases have no encrypted offer"), "{output}");
@@ -240,7 +240,7 @@ fn a_backend_without_encryption_carries_nothing_until_the_option_is_off() {
                 let rules = first.run("nft", &["list", "tables"]).unwrap();
                 !rules.contains("flannel-encryption") && blackholes().is_empty()
             },
-            || scene(&lab),
+            || state_of(&lab),
         );
         plain_routes(&lab);
         wait_for_answers(&lab, 4);
@@ -304,7 +304,7 @@ fn no_route_and_no_subnet_file_come_before_the_rule() {
                 !routes.is_empty() && routes.lines().all(|line| line.starts_with("blackhole"))
             })
         };
-        wait_until(|| lab.hosts().iter().all(only_blackholes), || scene(&lab));
+        wait_until(|| lab.hosts().iter().all(only_blackholes), || state_of(&lab));
         let says = |host: &Host| {
             let problems = problems(&lab, host);
             problems.contains("RequireEncryption comes first")
@@ -316,15 +316,19 @@ fn no_route_and_no_subnet_file_come_before_the_rule() {
         let limit = std::time::Duration::from_secs(8);
         let is_over = || {
             for host in lab.hosts() {
-                assert!(!host.subnet_file().exists() && only_blackholes(host), "{}", scene(&lab));
+                assert!(
+                    !host.subnet_file().exists() && only_blackholes(host),
+                    "{}",
+                    state_of(&lab)
+                );
                 assert_eq!(status(&lab, host)["ready"], false);
             }
             begin.elapsed() > limit
         };
-        wait_until(is_over, || scene(&lab));
+        wait_until(is_over, || state_of(&lab));
         drop(lock);
         let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|error| panic!("{error}"));
         assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
-        wait_until(|| is_ready(&lab), || scene(&lab));
+        wait_until(|| is_ready(&lab), || state_of(&lab));
     });
 }

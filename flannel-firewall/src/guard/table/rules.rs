@@ -378,9 +378,9 @@ pub(super) fn end_of(family: Family, chains: &[Option<Chain>]) -> Option<TunnelE
     let is_of_family =
         |rule: &&Vec<Expr>| value(rule, &Expr::Meta(meta::NFPROTO)) == Some(&[protocol]);
     // The chain has one rule for each transport.
-    let for_inlets: Vec<_> = sent.rules.iter().filter(is_of_family).collect();
-    let drops = *for_inlets.first()?.last()? == Expr::Verdict(verdict::DROP);
-    let transports = for_inlets.iter().filter_map(|rule| inlet_of(rule)).collect();
+    let of_family: Vec<_> = sent.rules.iter().filter(is_of_family).collect();
+    let drops = *of_family.first()?.last()? == Expr::Verdict(verdict::DROP);
+    let transports = of_family.iter().filter_map(|rule| transport_of(rule)).collect();
     let arrival = outer.rules.iter().find(is_of_family)?;
     let local = sets::address_of(value(arrival, &address_of(family, false))?)?;
     let device = inner.rules.iter().find(is_of_family).and_then(|rule| device_of(rule));
@@ -392,7 +392,7 @@ fn device_of(rule: &[Expr]) -> Option<LinkName> {
     name.trim_end_matches('\0').parse().ok()
 }
 
-fn inlet_of(rule: &[Expr]) -> Option<Transport> {
+fn transport_of(rule: &[Expr]) -> Option<Transport> {
     match (value(rule, &Expr::Meta(meta::L4PROTO))?, value(rule, &PORT)) {
         ([UDP], Some(port)) => Some(Transport::Udp(u16::from_be_bytes(port.try_into().ok()?))),
         ([number], _) => Some(Transport::Protocol(*number)),

@@ -18,7 +18,7 @@ const CHECKSUMS: u16 = 1;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FouMessage {
     local: Ipv4Addr,
-    /// The index of the lower device, or 0 if there is no lower device.
+    /// The index of the lower device, or 0 without a lower device.
     pub(super) lower: u32,
     /// The UDP port to which datagrams go.
     destination: u16,

@@ -38,7 +38,7 @@ pub(super) const IPIP: u8 = 4;
 pub(crate) struct IpipMessage {
     /// The source address of outer packets, or `None` if the kernel chooses it.
     local: Option<Ipv4Addr>,
-    /// The index of the lower device, or 0 if there is no lower device.
+    /// The index of the lower device, or 0 without a lower device.
     pub(super) lower: u32,
     /// An attribute of [`ZERO`] is not 0.
     differs: bool,

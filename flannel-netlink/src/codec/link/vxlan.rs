@@ -64,7 +64,7 @@ pub(crate) struct VxlanMessage {
     port: u16,
     /// The source address of outer packets, or `None` if the kernel chooses it.
     local: Option<IpAddr>,
-    /// The index of the lower device, or 0 if there is no lower device.
+    /// The index of the lower device, or 0 without a lower device.
     pub(super) lower: u32,
     learning: bool,
     gbp: bool,

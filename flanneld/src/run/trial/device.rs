@@ -52,7 +52,8 @@ impl TrialDevice {
         // The locks keep a daemon that starts now from using a name before its device is removed.
         let mut locks = Vec::new();
         for link in devices(&kernel.snapshot(&footprint)?) {
-            if link.name == self.name {
+            // Without a lock of its own, another daemon may have the name.
+            if link.name == self.name && self._lock.is_some() {
                 stale.links.insert(link.name);
             } else if let Some(lock) = lock(link.name) {
                 stale.links.insert(link.name);

@@ -133,7 +133,7 @@ fn remove(
 }
 
 /// Distinguishes this file from one that another program put in its place, even with the same
-/// content. `None` if there is no file.
+/// content. `None` without a file.
 fn identity(path: &Path) -> Option<String> {
     let file = fs::metadata(path).ok()?;
     let inode = file.ino();
