@@ -28,11 +28,9 @@ impl Backend for Hub {
     }
 
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
-        Ok(Footprint {
-            networks: config.pod_networks().collect(),
-            routes_on: uplink.into_iter().collect(),
-            ..Footprint::default()
-        })
+        let networks = config.pod_networks().collect();
+        let routes_on = uplink.into_iter().collect();
+        Ok(Footprint { networks, routes_on, ..Footprint::default() })
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {

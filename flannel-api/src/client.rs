@@ -75,7 +75,8 @@ struct Envelope {
     error: Option<String>,
 }
 
-/// A connection to a daemon. Each request opens the socket anew.
+/// A client of a daemon's control socket. It keeps no connection. Each request opens the socket
+/// anew.
 #[derive(Debug, Clone)]
 pub struct Client {
     socket: Option<PathBuf>,

@@ -15,7 +15,8 @@ pub struct PathsReport {
     /// The numbers of paths. `null` if paths are not probed, if no network runs, or if the lease of
     /// this node has expired.
     pub summary: Option<PathsSummary>,
-    /// One for each other node and family: failing paths first, then the longest round trips.
+    /// One report for each other node and family. Failing paths come first, then paths with a
+    /// lowered MTU, then all others. Within each group, the longest round trip comes first.
     pub paths: Vec<PathReport>,
     /// Fields that this version does not know.
     #[serde(flatten)]

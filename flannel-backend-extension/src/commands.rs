@@ -13,9 +13,10 @@
 //! - After a restart the tasks of peers are in place, and nothing is run for them. The task of this
 //!   node is run again at every start of the process. After a boot all tasks are run again.
 //! - The status of a task that failed has the exit status and the end of the output.
-//! - A removal that fails is tried again. It is given up after five failures and ten seconds, with
-//!   a line in the log. After a boot it is given up after the first failure, because there is
-//!   usually nothing to remove.
+//! - A removal that fails is tried again. The keeper gives up a removal that has failed at least
+//!   five times, if the last attempt began at least ten seconds after the first failure. It then
+//!   writes a line to the log. After a boot it is given up after the first failure, because there
+//!   is usually nothing to remove.
 //! - `RecordKeeper::stop` kills the commands that run. Then it removes the task of this node, and
 //!   waits up to ten seconds for that. After it, no command begins.
 //!

@@ -21,8 +21,9 @@ const DEFAULT_PORT: u16 = 8285;
 pub struct Options {
     /// `Port`: the UDP port of all nodes. The default is 8285, and 0 stands for it.
     pub port: u16,
-    /// `SourcePort`: whether datagrams also leave from `Port`, for firewalls that demand it. By
-    /// default they leave from any port, so that nodes can spread flows over their processors.
+    /// `SourcePort`: whether `Port` is also the source port of all datagrams. Some firewalls
+    /// require this. By default they leave from any port, so that nodes can spread flows over their
+    /// processors.
     pub source_port: bool,
     /// `SourceCheck`: whether a packet is accepted only from the node that has its source address.
     /// The node may send from its public address, or from an address behind NAT that it has

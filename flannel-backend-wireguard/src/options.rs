@@ -50,8 +50,10 @@ pub enum Mode {
     /// between IPv6 addresses, each in a tunnel of its own.
     #[default]
     Separate,
-    /// `auto`: one tunnel for both families. It runs to the IPv4 address of a peer, unless only its
-    /// IPv6 address is public.
+    /// `auto`: one tunnel for both families. If a peer has addresses of both families, the tunnel
+    /// normally runs to its IPv4 address. It runs to the IPv6 address if two conditions hold.
+    /// First, the IPv6 addresses of both nodes are not private. Second, the IPv4 address of the
+    /// peer is private, or this node publishes no IPv4 address.
     Auto,
     /// `ipv4`: one tunnel for both families, between IPv4 addresses.
     Ipv4,

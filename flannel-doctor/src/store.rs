@@ -15,7 +15,12 @@ pub fn remedy_of(error: &Error, store: &StoreKind) -> Remedy {
     let failure = error.store_failure();
     if let StoreFailure::RivalHost { lease, reserved } = failure {
         let key = lease.to_string();
-        return if reserved { Remedy::ReleaseReservation(key) } else { Remedy::ReleaseLease(key) };
+        if reserved {
+            return Remedy::ReleaseReservation(key);
+        }
+        // The rival may be a second daemon of this host, so its address does not tell.
+        return Remedy::ReleaseLease(key)
+            .remark("no host has that ID in the file mark of its --state-dir");
     }
     let restore = || Remedy::RestoreStore { store: store.clone(), failure: failure.clone() };
     match error {
@@ -37,8 +42,8 @@ pub enum Lock {
     Held(Option<LockHolder>),
 }
 
-/// The finding on a store that answers after a time, if that is long. `name` is its name. `lock`
-/// looks who holds the lock of its directory.
+/// Returns a finding if the answer of a store `took` at least [`SLOW`]. Otherwise returns `None`.
+/// `name` is its name. `lock` looks who holds the lock of its directory.
 pub fn slow_store(
     name: &str,
     store: &StoreKind,
@@ -85,7 +90,11 @@ mod tests {
     fn a_lease_that_a_rival_took_is_released() {
         for (reserved, command) in [
             (true, "flannelctl lease release '10.1.7.0-24' # if no other host has its public"),
-            (false, "flannelctl lease release --force '10.1.7.0-24' # if that node is gone"),
+            (
+                false,
+                "flannelctl lease release --force '10.1.7.0-24' # if that node is gone; no host \
+                 has that ID in the file mark",
+            ),
         ] {
             let lease = "10.1.7.0-24".parse().unwrap();
             let reason = StoreReason::new("taken", StoreFailure::RivalHost { lease, reserved });

@@ -26,8 +26,9 @@
 //!   no packets by the old backend.
 //!
 //! Invariants, which `model.rs` tests with random clusters: two nodes always have a common offer;
-//! every chosen offer leads to a device that exists, and not to a tunnel that cannot complete a
-//! handshake if both nodes have another offer in common; the move ends with one offer.
+//! every chosen offer leads to a device that exists. If two nodes also have another offer in
+//! common, the chosen offer does not lead to a tunnel that cannot complete a handshake; the move
+//! ends with one offer.
 //!
 //! | item | purpose |
 //! |---|---|

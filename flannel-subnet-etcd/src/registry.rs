@@ -53,9 +53,9 @@ use crate::options::EtcdOptions;
 /// - **Memory.** A list is read in pages at one revision. Values above
 ///   [`LARGEST_VALUE`](flannel_core::lease::LARGEST_VALUE) are dropped page by page, and the leases
 ///   of a list have at most 64 MiB in all. A watch ends after 64 MiB of values or 65,536 skipped
-///   keys, and a list follows. Until then, a node that watches may know leases for which a node
-///   that lists has no room, at most 64 MiB. So whatever a party writes below the prefix, no node
-///   runs out of memory.
+///   keys, and a list follows. Between two lists, the watch of a node can add up to 64 MiB of
+///   leases. Another node that lists at that time may not keep them, because they exceed the limit
+///   of a list. So whatever a party writes below the prefix, no node runs out of memory.
 /// - Time to live is measured by etcd, in whole seconds and not below about twice its election
 ///   timeout.
 #[derive(Clone)]

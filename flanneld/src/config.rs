@@ -43,8 +43,9 @@ pub struct DaemonConfig {
     pub nexthop_objects: NexthopObjects,
     /// The period of complete comparisons with the kernel; zero: none (`--kernel-resync`).
     pub kernel_resync: Duration,
-    /// Give routes the MTUs of their paths, where larger packets are lost (`--path-mtu`). Has no
-    /// effect if [paths are not probed](ControlConfig::path_interval).
+    /// If full-size packets are lost on the path to a peer, lower the MTU of the route to the size
+    /// that passes (`--path-mtu`). All other routes keep their MTU. Has no effect if [paths are not
+    /// probed](ControlConfig::path_interval).
     pub path_mtu: bool,
     /// Allow backends that run commands of the network config (`--allow-commands`).
     pub allow_commands: bool,

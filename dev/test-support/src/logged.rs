@@ -1,10 +1,10 @@
 //! The log of a test.
 
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use tracing::field::Field;
-use tracing::{Event, Level, Metadata, Subscriber, span};
+use tracing::{Dispatch, Event, Level, Metadata, Subscriber, span};
 
 /// Collects the log messages with their fields, while it is the subscriber of a thread
 /// (`tracing::subscriber::set_default`). Clones share the messages.
@@ -15,17 +15,23 @@ pub struct Logged(Arc<Mutex<Vec<(Level, String)>>>);
 #[derive(Debug)]
 pub struct Collecting {
     _default: tracing::subscriber::DefaultGuard,
-    _second: tracing::Dispatch,
 }
+
+/// Subscribers that last as long as the process, and get no message.
+///
+/// The first thread that reaches a message decides whether anybody wants it. If there is no
+/// subscriber at that moment, or only one and it is of another thread, the message is switched off,
+/// also for a thread that gets its subscriber at the same time.
+static LASTING: LazyLock<[Dispatch; 2]> =
+    LazyLock::new(|| [Dispatch::new(Logged::default()), Dispatch::new(Logged::default())]);
 
 impl Logged {
     /// The messages of this thread, until the guard is dropped.
     pub fn collect() -> (Self, Collecting) {
+        LazyLock::force(&LASTING);
         let logged = Self::default();
         let _default = tracing::subscriber::set_default(logged.clone());
-        // If there is only one subscriber, a thread without one can switch a message off for all.
-        let _second = tracing::Dispatch::new(logged.clone());
-        (logged, Collecting { _default, _second })
+        (logged, Collecting { _default })
     }
 
     fn lines(&self) -> MutexGuard<'_, Vec<(Level, String)>> {

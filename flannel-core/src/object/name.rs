@@ -188,11 +188,11 @@ mod tests {
 
     #[test]
     fn a_mac_address_names_an_ip_address() {
-        let naming = |text: &str| MacAddr::derived_from(text.parse().unwrap()).to_string();
-        assert_eq!(naming("192.0.2.7"), "0a:58:c0:00:02:07");
+        let derived = |text: &str| MacAddr::derived_from(text.parse().unwrap()).to_string();
+        assert_eq!(derived("192.0.2.7"), "0a:58:c0:00:02:07");
         // Nodes of all versions must agree on it.
-        assert_eq!(naming("2001:db8::7"), "06:b2:bf:0a:30:f3");
-        assert_ne!(naming("2001:db8::7"), naming("2001:db8::8"));
+        assert_eq!(derived("2001:db8::7"), "06:b2:bf:0a:30:f3");
+        assert_ne!(derived("2001:db8::7"), derived("2001:db8::8"));
         for text in ["192.0.2.7", "2001:db8::7"] {
             let mac = MacAddr::derived_from(text.parse().unwrap());
             assert!(mac.is_unicast() && mac.0[0] & 2 == 2, "locally administered: {mac}");

@@ -44,8 +44,9 @@ pub enum EchoResult {
     NotAllowed,
 }
 
-/// Sends all echoes, and waits at most `patience` for the answers, but at least 750 ms for each of
-/// several groups.
+/// Sends the echoes of each family in groups of 64. The time `patience` is divided evenly among the
+/// groups. Each group waits at least 750 ms, or `patience` if that is shorter. So many groups
+/// together may take longer than `patience`.
 ///
 /// # Errors
 /// No echo can be sent, usually because `CAP_NET_RAW` is missing.

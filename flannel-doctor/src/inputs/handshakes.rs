@@ -1,8 +1,8 @@
 //! Both ends of encrypted tunnels, over some seconds.
 //!
-//! A handshake that fails leaves no trace but its bytes: a node counts the first packet of another
-//! one only if it accepts it. So the counters of both ends are compared at the start and at the end
-//! of a time in which each end sends at least one such packet.
+//! A failed handshake changes only byte counters. A node adds the first handshake packet of another
+//! node to its received bytes only if it accepts the packet. So the counters of both ends are
+//! compared at the start and at the end of a time in which each end sends at least one such packet.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};

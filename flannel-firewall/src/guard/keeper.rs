@@ -44,9 +44,9 @@ const CHANGED: &str = ", changed by another program";
 /// refuses nothing. With an end and without peers it refuses everything.
 ///
 /// Fragments of IPv4 are assembled before they are checked. Fragments of IPv6 are assembled before
-/// only where connection tracking is active (`nf_defrag_ipv6`); elsewhere the sender of the first
-/// fragment counts. Each packet of a batch that no network card has segmented (`UDP_SEGMENT`) is
-/// checked. Packets that travel without the tunnel are not its matter.
+/// the check if connection tracking is active (`nf_defrag_ipv6`). Otherwise the guard checks the
+/// packet by the sender of its first fragment. Each packet of a batch that no network card has
+/// segmented (`UDP_SEGMENT`) is checked. Packets that travel without the tunnel are not its matter.
 ///
 /// Needs `CAP_NET_ADMIN`. Each call works in the network namespace of its thread. Clones are the
 /// same keeper.
@@ -134,8 +134,9 @@ impl Guard {
         Self { name, table, tag, kernels: Arc::default(), report: Arc::default() }
     }
 
-    /// The record of the end of the tunnel in a family. A family has one end. It is
-    /// [put last](Record::put_last): without the peers of complete leases it would cut them off.
+    /// The record of the end of the tunnel in a family. A family has one end. The engine [puts this
+    /// record last](Record::put_last). Before the records of the peers are in place, the guard
+    /// would refuse the packets of these peers.
     pub fn tunnel(&self, end: &TunnelEnd) -> Record {
         Record::new(self.name, Subnet::host(end.local), end.to_string()).put_last()
     }

@@ -30,7 +30,7 @@ pub mod verdict {
     pub const DROP: u32 = 0;
     /// The packet goes on to the chains of other tables.
     pub const ACCEPT: u32 = 1;
-    /// The chain ends with its policy.
+    /// A base chain ends with its policy. A regular chain returns to the chain that jumped to it.
     pub const RETURN: u32 = (-5i32).cast_unsigned();
 }
 

@@ -190,7 +190,7 @@ impl Admission {
     /// Conditions of leases that an operator should know: public addresses that several nodes use,
     /// and the advisories of plans.
     pub fn advisories(&self) -> &SortedMap<Advisory> {
-        self.advisories.listing()
+        self.advisories.sorted()
     }
 
     /// The accepted peer that defines an object, or `None` if no accepted peer defines it.

@@ -23,7 +23,7 @@ pub(crate) struct Advisories {
     shared: HashMap<IpAddr, u32>,
     /// The advice of plans, by lease.
     planned: BTreeMap<Subnets, Vec<Advice>>,
-    listing: SortedMap<Advisory>,
+    sorted: SortedMap<Advisory>,
 }
 
 impl Advisories {
@@ -34,12 +34,12 @@ impl Advisories {
             publics,
             shared: HashMap::new(),
             planned: BTreeMap::new(),
-            listing: SortedMap::default(),
+            sorted: SortedMap::default(),
         }
     }
 
-    pub(crate) fn listing(&self) -> &SortedMap<Advisory> {
-        &self.listing
+    pub(crate) fn sorted(&self) -> &SortedMap<Advisory> {
+        &self.sorted
     }
 
     /// Takes in a new peer with the advice of its plan.
@@ -49,7 +49,7 @@ impl Advisories {
         }
         if !advice.is_empty() {
             for one in &advice {
-                self.listing.insert(of_lease(lease.subnets, one.clone()), ());
+                self.sorted.insert(of_lease(lease.subnets, one.clone()), ());
             }
             self.planned.insert(lease.subnets, advice);
         }
@@ -61,7 +61,7 @@ impl Advisories {
             self.count(*address, false);
         }
         for advice in self.planned.remove(&lease.subnets).into_iter().flatten() {
-            self.listing.remove(&of_lease(lease.subnets, advice));
+            self.sorted.remove(&of_lease(lease.subnets, advice));
         }
     }
 
@@ -81,10 +81,10 @@ impl Advisories {
         let own = self.own.values().any(|own| *own == address);
         let advisory = |nodes| Advisory::SharedAddress { nodes, address, own };
         if before > 1 {
-            self.listing.remove(&advisory(before));
+            self.sorted.remove(&advisory(before));
         }
         if now > 1 {
-            self.listing.insert(advisory(now), ());
+            self.sorted.insert(advisory(now), ());
         }
     }
 }

@@ -86,8 +86,9 @@ pub enum SkipReason {
     /// must use the same leases. No new lease gets these subnets.
     #[error(transparent)]
     TooLarge(#[from] TooLarge),
-    /// All leases together are too large, and other leases are kept first, on all nodes alike. The
-    /// key counts as a key without a lease.
+    /// All leases of the store together exceed the size limit, and this lease is left out. Smaller
+    /// leases are kept first, then earlier ones. The order depends only on the content of the
+    /// store, so all nodes keep the same leases. The key counts as a key without a lease.
     #[error(
         "the leases of the store have more than {most} bytes in all, and smaller or earlier ones \
          are kept first"

@@ -148,7 +148,7 @@ impl Admission {
 
     /// The reason to reject a peer for another one.
     fn clash(&self, peer: &PeerEntry, winners: &Winners) -> Option<Rejection> {
-        if let Some(rejection) = self.not_its_own(peer) {
+        if let Some(rejection) = self.conflict_with_derived_entry(peer) {
             return Some(rejection);
         }
         let Clash { winner, reason } = winners.clash(peer)?;
@@ -169,7 +169,7 @@ impl Admission {
     }
 
     /// The rejection of a peer that defines an object which is named after another peer.
-    fn not_its_own(&self, peer: &PeerEntry) -> Option<Rejection> {
+    fn conflict_with_derived_entry(&self, peer: &PeerEntry) -> Option<Rejection> {
         peer.objects.iter().find_map(|object| {
             let owner = &self.index.owner(object)?.lease;
             let holder = holder(&owner.attrs);
