@@ -15,12 +15,7 @@ pub fn remedy_of(error: &Error, store: &StoreKind) -> Remedy {
     let failure = error.store_failure();
     if let StoreFailure::RivalHost { lease, reserved } = failure {
         let key = lease.to_string();
-        if reserved {
-            return Remedy::ReleaseReservation(key);
-        }
-        // The rival may be a second daemon of this host, so its address does not tell.
-        return Remedy::ReleaseLease(key)
-            .remark("no host has that ID in the file mark of its --state-dir");
+        return if reserved { Remedy::ReleaseReservation(key) } else { Remedy::ReleaseLease(key) };
     }
     let restore = || Remedy::RestoreStore { store: store.clone(), failure: failure.clone() };
     match error {
@@ -90,11 +85,7 @@ mod tests {
     fn a_lease_that_a_rival_took_is_released() {
         for (reserved, command) in [
             (true, "flannelctl lease release '10.1.7.0-24' # if no other host has its public"),
-            (
-                false,
-                "flannelctl lease release --force '10.1.7.0-24' # if that node is gone; no host \
-                 has that ID in the file mark",
-            ),
+            (false, "flannelctl lease release --force '10.1.7.0-24' # if that node is gone"),
         ] {
             let lease = "10.1.7.0-24".parse().unwrap();
             let reason = StoreReason::new("taken", StoreFailure::RivalHost { lease, reserved });
