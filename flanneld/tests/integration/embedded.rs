@@ -75,6 +75,8 @@ fn open_sockets() -> BTreeSet<String> {
         open.extend(table(name).into_iter().map(|row| format!("{name} {}", row[1])));
     }
     open.extend(table("unix").into_iter().filter_map(|row| Some(format!("unix {}", row.get(7)?))));
+    // The lock of the name of the trial device. Nothing reads from it.
+    open.retain(|name| !name.starts_with("unix @flanneld/flannel-trial"));
     open
 }
 
