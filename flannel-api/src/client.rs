@@ -35,7 +35,7 @@ pub enum Error {
     /// The caller may not open the socket, so it is not known whether a daemon runs.
     #[error(
         "{}: {source}: whether the daemon runs is not known; only root and the group of the \
-         socket may open it", socket.display()
+         socket (--control-group) may open it", socket.display()
     )]
     Denied {
         /// The socket.
