@@ -37,7 +37,7 @@ pub(crate) fn peer_record(subnet: Subnet, address: SocketAddr) -> Record {
     Record::new(NAME, subnet, format!("{TO}{address}"))
 }
 
-/// The table of a data plane. Clones are the same one.
+/// The table of a data plane. Clones are handles of the same table.
 #[derive(Debug, Clone)]
 pub(crate) struct Table {
     plane: DataPlane,
@@ -45,7 +45,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// That of the process in this directory.
+    /// The table of the process in this directory.
     pub(crate) fn new(dir: PathBuf) -> Self {
         Self { plane: DataPlane::new(dir), drops: Arc::default() }
     }

@@ -137,7 +137,7 @@ impl SubnetEnv {
         Err(SubnetEnvError::Missing(missing))
     }
 
-    /// The keys of the networks, if there is no network, and the keys of the subnets, if there is
+    /// The keys of the networks if the file has no network, and the keys of the subnets if it has
     /// no subnet.
     pub fn missing(&self) -> Vec<&'static str> {
         let networks = self.networks.is_empty().then_some(Family::BOTH.map(network_key));

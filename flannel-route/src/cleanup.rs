@@ -168,8 +168,10 @@ pub fn ready_for_go(
                     changes.push(Change::Put(Route { via, ..*route }.into()));
                 }
                 _ => {
-                    let detail =
-                        format!("nexthop id {id} is no single gateway of ours: replace the route");
+                    let detail = format!(
+                        "nexthop id {id} is a group or belongs to another program: replace the \
+                         route by one without a nexthop object"
+                    );
                     let error = KernelError::explained(EINVAL, detail);
                     report.failed.push((Change::Put(object.clone()), error));
                 }

@@ -71,7 +71,7 @@ impl EventListener {
         matches!(self.state().stream, Stream::Open)
     }
 
-    /// Why there is no stream, or `None` if there is one or if none was opened yet.
+    /// Why the stream broke, or `None` if it works or was not opened yet.
     pub(crate) fn error(&self) -> Option<KernelError> {
         match &self.state().stream {
             Stream::Broken(error) => Some(error.clone()),

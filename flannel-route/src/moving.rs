@@ -158,7 +158,7 @@ impl NodeBackends {
     }
 
     /// The lease of a node that this node can only reach by its backend of this `lease_type`:
-    /// offered backends of other types do not reach it. `None` if there is no such node.
+    /// offered backends of other types do not reach it. `None` if all nodes are reached otherwise.
     pub fn user_of<'a>(
         &self,
         lease_type: &str,

@@ -57,8 +57,8 @@ pub fn read(path: &Path) -> Result<SubnetEnv, SubnetFileError> {
         .map_err(|source| SubnetFileError::Content { path: path.to_owned(), source })
 }
 
-/// The subnets in the file of the last run, to get the same lease again. `None` if there is no file
-/// or no subnet in it. A wrong value of another key does not hide them.
+/// The subnets in the file of the last run, to get the same lease again. `None` if the file does
+/// not exist or has no subnet. A wrong value of another key does not hide them.
 ///
 /// # Errors
 /// The file cannot be read, or has wrong values and no subnet.
@@ -122,7 +122,7 @@ pub async fn restore<E>(
     }
 }
 
-/// Waits until there is no file at `path`.
+/// Waits until another program removes the file at `path`.
 async fn removed(path: &Path) -> io::Result<()> {
     let events = AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_DELETE_SELF;
     loop {

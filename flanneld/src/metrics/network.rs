@@ -173,12 +173,12 @@ fn tunnels(page: &mut Page, tunnels: &Tunnels) {
     );
     page.gauge(
         "flannel_tunnel_received_bytes",
-        "Bytes that encrypted tunnels have received; those of a peer go with it",
+        "Bytes that encrypted tunnels have received; the bytes of a peer go with it",
         sessions().map(|session| session.received).sum(),
     );
     page.gauge(
         "flannel_tunnel_sent_bytes",
-        "Bytes that encrypted tunnels have sent; those of a peer go with it",
+        "Bytes that encrypted tunnels have sent; the bytes of a peer go with it",
         sessions().map(|session| session.sent).sum(),
     );
 }

@@ -1,7 +1,5 @@
 //! Tests of the observer, and the network on fakes that other tests observe.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::network::NetworkHandle;

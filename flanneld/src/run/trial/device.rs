@@ -19,7 +19,7 @@ pub(super) struct TrialDevice {
     /// for this one, which another program has renamed.
     pub(super) mac: MacAddr,
     /// `None` if no name could be locked.
-    _lock: Option<UnixDatagram>,
+    lock: Option<UnixDatagram>,
 }
 
 impl TrialDevice {
@@ -39,7 +39,7 @@ impl TrialDevice {
 
     fn new(number: u8, lock: Option<UnixDatagram>) -> Self {
         let mac = MacAddr::local([0x0a, 0xf1, 0xa2, 0xe1, 0x7e, number]);
-        Self { name: name(number), mac, _lock: lock }
+        Self { name: name(number), mac, lock }
     }
 
     /// Removes the devices of trials that a killed daemon could not end.
@@ -53,7 +53,7 @@ impl TrialDevice {
         let mut locks = Vec::new();
         for link in devices(&kernel.snapshot(&footprint)?) {
             // Without a lock of its own, another daemon may have the name.
-            if link.name == self.name && self._lock.is_some() {
+            if link.name == self.name && self.lock.is_some() {
                 stale.links.insert(link.name);
             } else if let Some(lock) = lock(link.name) {
                 stale.links.insert(link.name);
