@@ -14,7 +14,7 @@ use flannel_core::kernel::{
 };
 use flannel_core::object::{Change, Object, Record, Secret};
 use flannel_core::runtime::lock;
-use flannel_udp::{DataPlane, Options, Peers, Prefix, Request, Status};
+use flannel_udp::{DataPlane, Options, Peers, Prefix, Program, Request, Status};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::NAME;
@@ -45,9 +45,9 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// The table of the process in this directory.
-    pub(crate) fn new(dir: PathBuf) -> Self {
-        Self { plane: DataPlane::new(dir), drops: Arc::default() }
+    /// The table of the process in this directory, which runs this program.
+    pub(crate) fn new(dir: PathBuf, program: Program) -> Self {
+        Self { plane: DataPlane::new(dir, program), drops: Arc::default() }
     }
 
     fn ask(&self, requests: &[Request]) -> Vec<Result<Option<Status>, KernelError>> {
@@ -201,7 +201,7 @@ mod tests {
         use std::io::{BufRead, BufReader, Write};
 
         let dir = tempfile::tempdir().unwrap();
-        let table = Table::new(dir.path().to_owned());
+        let table = Table::new(dir.path().to_owned(), Program::Installed);
         assert_eq!(table.traffic(), None, "there is no process");
         let listener = std::os::unix::net::UnixListener::bind(dir.path().join("socket")).unwrap();
         let process = std::thread::spawn(move || {
@@ -263,7 +263,7 @@ mod tests {
             })
         };
         let _requests = process(&dir.path().join("socket"), PROGRAM_VERSION, &options(), answer);
-        let plane = Table::new(dir.path().to_owned());
+        let plane = Table::new(dir.path().to_owned(), Program::Installed);
         let peer = |n: u8| peer_record(subnet(n), ([192, 0, 2, n], 8285).into());
         let unknown = Record::new(NAME, subnet(3), "unknown".to_owned());
         let outcomes = plane.apply(&[
@@ -288,7 +288,7 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let _requests =
                 process(&dir.path().join("socket"), program, &options(), |_| Some("STATUS"));
-            let found = Table::new(dir.path().to_owned()).records().unwrap();
+            let found = Table::new(dir.path().to_owned(), Program::Installed).records().unwrap();
             let mut wanted = node_record(subnet(7), &options());
             wanted = Record::new(NAME, subnet(7), format!("{}{more}", wanted.data()))
                 .with_secret(wanted.secret().unwrap().clone());
@@ -299,7 +299,7 @@ mod tests {
     #[test]
     fn without_a_process_there_is_no_record_and_nothing_to_delete() {
         let dir = tempfile::tempdir().unwrap();
-        let plane = Table::new(dir.path().join("udp"));
+        let plane = Table::new(dir.path().join("udp"), Program::Installed);
         assert_eq!(plane.records().unwrap(), []);
         let gone = Change::Delete(peer_record(subnet(3), ([192, 0, 2, 3], 8285).into()).into());
         assert_eq!(plane.apply(&[gone]), [Outcome::Done]);

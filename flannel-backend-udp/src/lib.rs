@@ -26,7 +26,7 @@ use flannel_core::{Backend, Config, Error, Result};
 use crate::keeper::Table;
 pub use crate::options::{Options, Path as PacketPath};
 use crate::plan::{Mover, UdpPlan};
-pub use flannel_udp::run_if_started;
+pub use flannel_udp::{Program, Started, ThisProgram, run_if_started};
 
 /// The name of the backend, of the keeper, and of its directory in the state directory.
 const NAME: &str = "udp";
@@ -47,22 +47,17 @@ const RUN_DIR: &str = "/run/flannel";
 /// - The device, and the process that moves the packets, stay when the daemon ends.
 /// - A packet is accepted only from the node of its source address.
 /// - IPv6 is carried too.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct UdpBackend {
+    program: Program,
     /// By state directory.
     record_keepers: Mutex<BTreeMap<PathBuf, Table>>,
 }
 
 impl UdpBackend {
-    /// The backend, without data planes.
-    pub const fn new() -> Self {
-        Self { record_keepers: Mutex::new(BTreeMap::new()) }
-    }
-}
-
-impl Default for UdpBackend {
-    fn default() -> Self {
-        Self::new()
+    /// The backend, without data planes. The process of a data plane will run this program.
+    pub fn new(program: Program) -> Self {
+        Self { program, ..Self::default() }
     }
 }
 
@@ -101,7 +96,9 @@ impl Backend for UdpBackend {
     fn record_keepers(&self, state_dir: Option<&Path>) -> Vec<Arc<dyn RecordKeeper>> {
         let dir = state_dir.unwrap_or_else(|| Path::new(RUN_DIR)).join(NAME);
         let mut record_keepers = lock(&self.record_keepers);
-        let table = record_keepers.entry(dir.clone()).or_insert_with(|| Table::new(dir));
+        let table = record_keepers
+            .entry(dir.clone())
+            .or_insert_with(|| Table::new(dir, self.program.clone()));
         vec![Arc::new(table.clone())]
     }
 

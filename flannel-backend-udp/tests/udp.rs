@@ -47,7 +47,7 @@ async fn path(
     }
     let config = subnets.network_config().await.unwrap();
     let host = Host::new(uplink, Arc::new(kernel), Arc::new(subnets));
-    let backend = Guarded::new(UdpBackend::new(), "guard-udp", Usual::Always);
+    let backend = Guarded::new(UdpBackend::default(), "guard-udp", Usual::Always);
     match host.join(&backend, &config, JoinOptions::default()).await {
         Ok(joined) => Ok(joined.network.handle().path),
         // Only root may open it on some hosts.
@@ -84,7 +84,7 @@ async fn a_process_moves_the_packets_that_no_guard_checks() {
         let config = subnets.network_config().await.unwrap();
         let host =
             Host::new(uplink(), Arc::new(FakeKernel::with_uplink("eth0")), Arc::new(subnets));
-        let path = match host.join(&UdpBackend::new(), &config, JoinOptions::default()).await {
+        let path = match host.join(&UdpBackend::default(), &config, JoinOptions::default()).await {
             Ok(joined) => joined.network.handle().path,
             Err(error) if error.to_string().contains("/dev/net/tun") => "a process",
             Err(error) => panic!("{error}"),
@@ -127,7 +127,7 @@ async fn routes() {
     let state = tempfile::tempdir().unwrap();
     let host = Host::new(uplink(), Arc::new(kernel.clone()), Arc::new(subnets.clone()))
         .with_state_dir(state.path().to_owned());
-    let backend = UdpBackend::new();
+    let backend = UdpBackend::default();
     let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap().network;
     let mut status = network.handle().status;
     tokio::select! {
@@ -150,7 +150,7 @@ fn ipv6_needs_the_process() {
     let both = r#","EnableIPv6":true,"IPv6Network":"fd00:1::/48""#;
     let validate = |option| {
         let config = Config::parse(&config(option, both)).unwrap();
-        UdpBackend::new().validate(&config, None).map_err(|error| error.to_string())
+        UdpBackend::default().validate(&config, None).map_err(|error| error.to_string())
     };
     let refused = validate("kernel").unwrap_err();
     assert!(refused.contains("the kernel carries IPv4 only"), "{refused}");

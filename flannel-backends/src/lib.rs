@@ -1,29 +1,41 @@
 #![doc = include_str!("../README.md")]
 
+mod alloc;
 mod list;
 
 use std::sync::Arc;
 
-use flannel_backend_alloc::Alloc;
 use flannel_backend_extension::Extension;
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_ipip::Ipip;
-use flannel_backend_udp::UdpBackend;
+use flannel_backend_udp::{Program, UdpBackend};
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_backend_wireguard::WireguardBackend;
 use flannel_core::Backend;
 use flannel_firewall::{Guarded, Usual};
 
-pub use flannel_backend_udp::run_if_started;
+pub use flannel_backend_udp::{Started, ThisProgram, run_if_started};
 pub use flannel_backend_wireguard::{SECRET as WIREGUARD_KEY, is_key as is_wireguard_key};
 
+pub use self::alloc::Alloc;
 pub use self::list::{Backends, UnknownBackend};
 
 /// The name of the guard of `ipip`.
 const IPIP_GUARD: &str = "guard-ipip";
 
-/// The backends of this build, as new values: two lists share no state.
+/// The backends of this build, as new values: two lists share no state. The process that moves the
+/// packets of `udp` runs the program `flannel-udp`, which has to be beside this program or in
+/// `PATH`.
 pub fn all() -> Backends {
+    with_udp_program(Program::Installed)
+}
+
+/// The same backends, but the process that moves the packets of `udp` runs this program.
+pub fn all_in(program: ThisProgram) -> Backends {
+    with_udp_program(Program::This(program))
+}
+
+fn with_udp_program(program: Program) -> Backends {
     // Behind a NAT, and on nodes with several ways to a peer, packets may come from other addresses
     // than Go flannel expects, so for vxlan a config has to ask for the check.
     Backends::default()
@@ -31,7 +43,7 @@ pub fn all() -> Backends {
         .with(Arc::new(HostGw))
         .with(Arc::new(Guarded::new(Ipip, IPIP_GUARD, Usual::IfPossible)))
         .with(Arc::new(WireguardBackend))
-        .with(Arc::new(Guarded::new(UdpBackend::new(), "guard-udp", Usual::Always)))
+        .with(Arc::new(Guarded::new(UdpBackend::new(program), "guard-udp", Usual::Always)))
         .with(Arc::new(Extension::new()))
         .with(Arc::new(Alloc))
 }

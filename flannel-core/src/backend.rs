@@ -80,7 +80,7 @@ impl ExternalInterface {
 }
 
 /// A kind of network, such as `vxlan`. A backend validates a network config, and describes the
-/// network that the config asks for. The crate `flannel-backend-alloc` is the smallest example.
+/// network that the config asks for. `flannel_backends::Alloc` is the smallest example.
 #[doc = include_str!("../docs/backend.md")]
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync {

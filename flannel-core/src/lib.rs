@@ -12,6 +12,7 @@ pub mod lease;
 pub mod logging;
 pub mod network;
 pub mod object;
+pub mod process;
 pub mod remedy;
 pub mod runtime;
 pub mod status;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crate::PROGRAM_VERSION;
 use crate::control::{Client, Process, Request, Status, VERSION, has_ended, is_nobody};
 use crate::server::LOCK;
-use crate::started::command;
+use crate::started::Program;
 
 /// The longest time until a process that was started answers.
 const START: Duration = Duration::from_secs(5);
@@ -35,8 +35,7 @@ pub struct DataPlane(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     dir: PathBuf,
-    /// The command that starts the process on a socket.
-    command: fn(&Path) -> Command,
+    program: Program,
     inner: Mutex<Inner>,
 }
 
@@ -96,14 +95,10 @@ impl Need {
 }
 
 impl DataPlane {
-    /// The process whose socket is `socket` in this directory. Starting the process makes the
-    /// directory.
-    pub fn new(dir: PathBuf) -> Self {
-        Self::with_command(dir, command)
-    }
-
-    fn with_command(dir: PathBuf, command: fn(&Path) -> Command) -> Self {
-        Self(Arc::new(Shared { dir, command, inner: Mutex::default() }))
+    /// The process whose socket is `socket` in this directory, and which runs this program.
+    /// Starting the process makes the directory.
+    pub fn new(dir: PathBuf, program: Program) -> Self {
+        Self(Arc::new(Shared { dir, program, inner: Mutex::default() }))
     }
 
     /// Calls a function whenever the process has ended. It replaces an earlier function. It must
@@ -336,7 +331,7 @@ impl DataPlane {
     /// Starts the process. It stays when this one ends.
     fn start(&self) -> io::Result<Child> {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.0.dir)?;
-        let mut command = (self.0.command)(&self.socket());
+        let mut command = self.0.program.command(&self.socket());
         command.stdin(Stdio::null()).process_group(0).spawn().map_err(|error| {
             let program = command.get_program().display();
             io::Error::new(error.kind(), format!("{program}: {error}; it has to be in PATH"))
@@ -421,7 +416,7 @@ mod tests {
 
     /// The handle of a process that cannot be started.
     fn without_program(dir: &Path) -> DataPlane {
-        DataPlane::with_command(dir.to_owned(), |_| Command::new("false"))
+        DataPlane::new(dir.to_owned(), Program::At("false".into()))
     }
 
     /// It does not answer any more, and there is one connection that reports its end.
@@ -438,7 +433,7 @@ mod tests {
                     _ => Some("STATUS"),
                 }
             });
-        let plane = DataPlane::new(dir.path().to_owned());
+        let plane = DataPlane::new(dir.path().to_owned(), Program::Installed);
         let put = [Request::Put(Peers::new())];
         for _ in 0..3 {
             assert!(plane.ask(&put)[0].is_ok());
@@ -555,7 +550,7 @@ mod tests {
 
     #[test]
     fn no_process_has_a_socket_whose_path_is_too_long() {
-        let plane = DataPlane::new(PathBuf::from("/nowhere").join("x".repeat(200)));
+        let plane = DataPlane::new(PathBuf::from("/nowhere").join("x".repeat(200)), Program::Installed);
         assert_eq!(plane.ask(&[Request::Status])[0].as_ref().unwrap(), &None);
     }
 }

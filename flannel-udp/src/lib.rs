@@ -41,7 +41,7 @@ pub use self::handle::DataPlane;
 pub use self::options::Options;
 pub use self::ports::{PortOwner, PortProcess};
 pub use self::server::serve;
-pub use self::started::{command, run, run_if_started};
+pub use self::started::{Program, Started, ThisProgram, run, run_if_started};
 pub use self::table::Peer;
 
 /// The version of this crate, which is the version of a program that calls [`run`] or

@@ -2,9 +2,8 @@
 
 use std::ffi::{CStr, OsString};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::PROGRAM_VERSION;
 use crate::ending::Ended;
@@ -20,19 +19,29 @@ const NAME: &CStr = c"flannel-udp";
 /// The number of glibc's pools of memory. Each thread would have one, and none needs much memory.
 const ARENAS: &str = "MALLOC_ARENA_MAX";
 
-/// This program has called [`run_if_started`].
-static IS_ABLE: AtomicBool = AtomicBool::new(false);
+/// This program. It runs a data plane if it is started as one, because its `main` has called
+/// [`run_if_started`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ThisProgram(());
 
-/// Runs a data plane if this process was started as one ([`command`]), until it is told to end.
-/// Returns `None` if it was not. A program calls this first in `main`, and ends with the exit code.
-/// If it does not, its data planes run in the program `flannel-udp`, which has to be beside it or
-/// in `PATH`.
-pub fn run_if_started() -> Option<ExitCode> {
-    IS_ABLE.store(true, Ordering::Relaxed);
+/// What this process was started as.
+#[derive(Debug)]
+#[must_use = "the process of a data plane has to end"]
+pub enum Started {
+    /// As a data plane, which has ended. The program ends with this exit code.
+    DataPlane(ExitCode),
+    /// As something else. The program goes on.
+    Other(ThisProgram),
+}
+
+/// Runs a data plane if this process was started as one ([`Program::This`]), until it is told to end. A
+/// program calls this first in `main`.
+pub fn run_if_started() -> Started {
     let mut args = std::env::args_os().skip(1);
-    let first = args.next()?;
-    let socket = args.next()?;
-    (first == ARGUMENT).then(|| run(&socket))
+    match (args.next(), args.next()) {
+        (Some(first), Some(socket)) if first == ARGUMENT => Started::DataPlane(run(&socket)),
+        _ => Started::Other(ThisProgram(())),
+    }
 }
 
 /// Runs a data plane that answers on this socket, until it is told to end. Prints the error if it
@@ -51,22 +60,39 @@ pub fn run(socket: &OsString) -> ExitCode {
     }
 }
 
-/// The command that starts a data plane on this socket. If another one answers there, the new one
-/// takes over from it. Of this program's environment, it gets `PATH` and `LD_LIBRARY_PATH` only.
-pub fn command(socket: &Path) -> Command {
-    let mut command = if IS_ABLE.load(Ordering::Relaxed) {
-        // The name may lead to another version, which has replaced the file.
-        let mut command = flannel_child::command("/proc/self/exe", &[]);
-        command.arg0(PROGRAM).arg(ARGUMENT);
+/// The program that a process of a data plane runs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Program {
+    /// `flannel-udp`, beside this program or in `PATH`.
+    #[default]
+    Installed,
+    /// The program `flannel-udp` at this path.
+    At(PathBuf),
+    /// This program.
+    This(ThisProgram),
+}
+
+impl Program {
+    /// The command that starts a data plane on this socket. If another data plane answers there,
+    /// the new one takes over from it. Of this program's environment, it gets `PATH` and
+    /// `LD_LIBRARY_PATH` only.
+    pub fn command(&self, socket: &Path) -> Command {
+        let mut command = match self {
+            Self::Installed => flannel_core::process::command(installed(), &[]),
+            Self::At(path) => flannel_core::process::command(path, &[]),
+            Self::This(_) => {
+                // The name may lead to another version, which has replaced the file.
+                let mut command = flannel_core::process::command("/proc/self/exe", &[]);
+                command.arg0(PROGRAM).arg(ARGUMENT);
+                command
+            }
+        };
+        command.arg(socket).env(ARENAS, "1");
         command
-    } else {
-        let beside = std::env::current_exe()
-            .ok()
-            .map(|path| path.with_file_name(PROGRAM))
-            .filter(|path| path.is_file());
-        let program = beside.as_deref().unwrap_or_else(|| Path::new(PROGRAM));
-        flannel_child::command(program, &[])
-    };
-    command.arg(socket).env(ARENAS, "1");
-    command
+    }
+}
+
+fn installed() -> PathBuf {
+    let beside = std::env::current_exe().ok().map(|path| path.with_file_name(PROGRAM));
+    beside.filter(|path| path.is_file()).unwrap_or_else(|| PROGRAM.into())
 }

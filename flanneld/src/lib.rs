@@ -26,4 +26,4 @@ pub use options::{
     Capabilities, ControlFlags, FirewallFlags, KubeFlags, LeaseFlags, LogFlags, LogFormat, Options,
     RouteFlags,
 };
-pub use process::{main, main_with};
+pub use process::main_with;

@@ -30,11 +30,6 @@ use notify::Notifier;
 /// The time that a stop waits for unfinished work.
 const STOP: Duration = Duration::from_millis(800);
 
-/// The whole program with the backends of this build: see [`main_with`].
-pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    main_with(args, flannel_backends::all())
-}
-
 /// The whole program. Parses `args` (`args[0]` is the program's name) and the environment, logs to
 /// standard error, and runs until SIGINT or SIGTERM (exit code 0) or an error
 /// ([`Error::exit_code`]). SIGHUP makes it read its config again. Informs systemd if

@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use flannel_backends::Started;
 
 use crate::measure::lease_storm::Room;
 use crate::measure::{
@@ -319,18 +320,20 @@ enum Bench {
 }
 
 fn main() -> anyhow::Result<ExitCode> {
-    if let Some(ended) = flannel_backends::run_if_started() {
-        return Ok(ended);
-    }
+    let this = match flannel_backends::run_if_started() {
+        Started::DataPlane(ended) => return Ok(ended),
+        Started::Other(program) => program,
+    };
+    let daemon = |args| flanneld::main_with(args, flannel_backends::all_in(this));
     let args: Vec<OsString> = std::env::args_os().collect();
     match args.get(1).and_then(|first| first.to_str()) {
         // The lab of a long check starts its daemons by this program, and asks the doctor by it.
         Some("daemon") => {
             flannel_lab::end_with_lab()?;
-            return Ok(flanneld::main(args.into_iter().skip(1)));
+            return Ok(daemon(args.into_iter().skip(1)));
         }
         // A bench ends the daemon that it has started.
-        Some("flanneld") => return Ok(flanneld::main(args.into_iter().skip(1))),
+        Some("flanneld") => return Ok(daemon(args.into_iter().skip(1))),
         Some("ctl") => {
             return Ok(flannelctl::run(args.into_iter().skip(1), &flannel_backends::all()));
         }

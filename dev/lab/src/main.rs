@@ -12,6 +12,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use clap::Parser;
+use flannel_backends::{Started, ThisProgram};
 use flannel_lab::{Error, Interrupter, Lab, Result, Signal};
 use flannelctl::terminal::{self, Terminal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -21,15 +22,16 @@ use crate::cli::options::Options;
 use crate::cli::outcome::Outcome;
 
 fn main() -> ExitCode {
-    if let Some(ended) = flannel_backends::run_if_started() {
-        return ended;
-    }
+    let this = match flannel_backends::run_if_started() {
+        Started::DataPlane(ended) => return ended,
+        Started::Other(program) => program,
+    };
     let mut args = std::env::args_os();
     let program = args.next().unwrap_or_else(|| "lab".into());
     let rest: Vec<OsString> = args.collect();
     match rest.first().and_then(|first| first.to_str()) {
         // The lab starts its daemons with this argument.
-        Some("daemon") => daemon(program, rest),
+        Some("daemon") => daemon(program, rest, this),
         // In a host: `lab ctl status`, for example.
         Some("ctl") => {
             let args = std::iter::once(program).chain(rest.into_iter().skip(1));
@@ -59,12 +61,12 @@ fn main() -> ExitCode {
 }
 
 /// Runs flanneld.
-fn daemon(program: OsString, mut args: Vec<OsString>) -> ExitCode {
+fn daemon(program: OsString, mut args: Vec<OsString>, this: ThisProgram) -> ExitCode {
     if let Err(error) = flannel_lab::end_with_lab() {
         return failed(&error);
     }
     args[0] = program;
-    flanneld::main(args)
+    flanneld::main_with(args, flannel_backends::all_in(this))
 }
 
 fn run(options: &Options) -> ExitCode {

@@ -177,7 +177,7 @@ impl Words {
         else {
             return Err(Error::NoProgram);
         };
-        let mut command = flannel_child::command(program, &INHERITED);
+        let mut command = flannel_core::process::command(program, &INHERITED);
         command.args(args).envs(variables).process_group(0);
         let (mut child, mut reader) = start(command, input)
             .map_err(|source| Error::Start { program: program.clone(), source })?;

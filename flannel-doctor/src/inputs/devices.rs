@@ -142,7 +142,7 @@ fn release(text: &str) -> Option<[u32; 2]> {
 
 /// Whether checksum offload is on; `None` without `ethtool`.
 fn offload(link: LinkName) -> Option<bool> {
-    let mut command = flannel_child::command("ethtool", &[]);
+    let mut command = flannel_core::process::command("ethtool", &[]);
     command.args(["-k", link.as_str()]);
     let output = command.output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout);

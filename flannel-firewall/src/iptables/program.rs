@@ -216,7 +216,7 @@ fn numbers(text: &str) -> Option<[u32; 3]> {
 /// Runs a program to its end and returns its standard output. Dropping the future kills it.
 async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error> {
     let failed = |source| Error::Run { program: program.to_owned(), source };
-    let mut command = Command::from(flannel_child::command(program, &INHERITED));
+    let mut command = Command::from(flannel_core::process::command(program, &INHERITED));
     command.args(args).env("LC_ALL", "C").kill_on_drop(true);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     tracing::trace!(program = %program.display(), "starting a process");

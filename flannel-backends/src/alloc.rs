@@ -1,5 +1,3 @@
-#![doc = include_str!("../README.md")]
-
 use async_trait::async_trait;
 
 use flannel_core::backend::{Blueprint, Datapath, ExternalInterface, Node, Prepared};
@@ -8,7 +6,9 @@ use flannel_core::lease::Offer;
 use flannel_core::object::LinkName;
 use flannel_core::{Backend, Config, Result};
 
-/// The backend `alloc`: allocates a subnet, accepts every lease and installs nothing.
+/// The backend `alloc`: allocates a subnet, accepts every lease and installs nothing. It has no
+/// options. It is for hosts whose routes another program installs, and it is the smallest
+/// implementation of [`Backend`].
 ///
 /// **Source**: flannel `pkg/backend/alloc/alloc.go`; its leases carry no backend type.
 #[derive(Debug, Clone, Copy, Default)]

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use flannel_backend_alloc::Alloc;
+use flannel_backends::Alloc;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
 use flannel_core::testing::{FakeKernel, FakeSubnets};

@@ -1,8 +1,6 @@
 //! The guard of a tunnel follows the config and the accepted peers, on the fake kernel, with the
 //! table of a namespace.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,13 +1,11 @@
 //! A host moves from vxlan to host-gw on the fake kernel: the networks of both in one.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use flannel_backend_alloc::Alloc;
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
+use flannel_backends::Alloc;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::object::Key;
