@@ -108,7 +108,7 @@ if [ "$(id -u)" = 0 ]; then
     netns_tests=$(executables "$netns_crates" 'lib\|test' '[a-z_]*')
     cni_tests=$(executables flannel-cni test integration)
     daemon_tests=$(executables flanneld test integration)
-    image_tests=$(executables packaging test integration)
+    image_tests=$(executables xtask test integration)
     for tests in "$netns_tests" "$cni_tests" "$daemon_tests" "$image_tests"; do
         [ -n "$tests" ] || { echo "test.sh: the output of cargo names no such tests" >&2; exit 1; }
     done

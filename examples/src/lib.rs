@@ -1,7 +1,8 @@
-//! The backend and the registry of the examples, and a sandbox, so that the examples do not touch
+//! The backends and the registry of the examples, and a sandbox, so that the examples do not touch
 //! the machine's network.
 
 mod hub;
+mod lane;
 mod printing;
 
 use std::process::{Child, Command, Stdio};
@@ -9,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use anyhow::Context;
 
 pub use hub::Hub;
+pub use lane::Lane;
 pub use printing::Printing;
 
 /// Runs an example in a new network namespace with an uplink `eth0`, which has the address

@@ -11,7 +11,7 @@ use flannel_lab::{Host, Lab};
 use flannel_subnet::testing::{Fixture, registry_suite};
 use flannel_subnet::{MemoryRegistry, Registry};
 use flanneld::{Daemon, DaemonConfig, StoreConfig};
-use open_test::Lane;
+use examples::Lane;
 use tokio::sync::oneshot;
 
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -41,7 +41,7 @@ fn render(values: &Value) -> Result<Vec<Value>, String> {
     let output =
         helm(&[&["template", "flannel", chart, "--values", given], &namespace[..]].concat());
     if output.status.success() {
-        Ok(packaging::documents(&String::from_utf8(output.stdout).unwrap()).unwrap())
+        Ok(objects::documents(&String::from_utf8(output.stdout).unwrap()).unwrap())
     } else {
         Err(String::from_utf8(output.stderr).unwrap())
     }

@@ -5,8 +5,8 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use examples::Lane;
 use flannel_firewall::{Guarded, Usual};
-use open_test::Lane;
 
 fn main() -> ExitCode {
     // With a guard, as the tunnels of flannel have it.

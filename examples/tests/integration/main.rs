@@ -1,4 +1,4 @@
-//! A backend and a registry that no other crate knows.
+//! The examples, and a backend and registries that no other crate knows.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -6,3 +6,4 @@ mod backend;
 mod embed;
 mod encryption;
 mod registry;
+mod run;

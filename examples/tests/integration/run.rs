@@ -1,7 +1,5 @@
 //! Every example succeeds, and is short.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::fs;
 use std::path::Path;
 use std::process::Command;

@@ -18,19 +18,29 @@ pub(crate) fn file(name: &str) -> PathBuf {
     Path::new(&dir).join(name)
 }
 
+/// The documents of a YAML file. Empty documents are left out.
+///
+/// # Errors
+/// A document is not YAML.
+pub(crate) fn documents(text: &str) -> Result<Vec<Value>, Box<serde_saphyr::Error>> {
+    let mut documents: Vec<Value> = serde_saphyr::from_multiple(text)?;
+    documents.retain(|document| !document.is_null());
+    Ok(documents)
+}
+
 /// The objects of the plain manifest.
 pub(crate) fn manifest() -> Vec<Value> {
-    packaging::documents(include_str!("../../../../deploy/kube-flannel.yml")).unwrap()
+    documents(include_str!("../../../../deploy/kube-flannel.yml")).unwrap()
 }
 
 /// The objects of the chart for both families, with rules in nftables.
 pub(crate) fn dual_stack() -> Vec<Value> {
-    packaging::documents(include_str!("../../../../deploy/rendered/dual-stack.yml")).unwrap()
+    documents(include_str!("../../../../deploy/rendered/dual-stack.yml")).unwrap()
 }
 
 /// The objects of the chart for the backend udp.
 pub(crate) fn udp() -> Vec<Value> {
-    packaging::documents(include_str!("../../../../deploy/rendered/udp.yml")).unwrap()
+    documents(include_str!("../../../../deploy/rendered/udp.yml")).unwrap()
 }
 
 /// A container of the DaemonSet.
@@ -43,7 +53,7 @@ pub(crate) fn container<'a>(objects: &'a [Value], name: &str) -> &'a Value {
 
 /// The objects that clean nodes up.
 pub(crate) fn cleanup() -> Vec<Value> {
-    packaging::documents(include_str!("../../../../deploy/cleanup.yml")).unwrap()
+    documents(include_str!("../../../../deploy/cleanup.yml")).unwrap()
 }
 
 /// Kind and name, which identify and order objects.
@@ -114,4 +124,12 @@ fn lost(before: &Value, after: &Value, path: &str) -> Vec<String> {
         (before, after) if before == after => Vec::new(),
         (before, after) => vec![format!("{path}: {before} became {after}")],
     }
+}
+
+#[test]
+fn documents_are_split_and_errors_are_reported() {
+    let read = documents("---\n# nothing\n---\na: 1\n---\nb: [x]\n").unwrap();
+    assert_eq!(read, [serde_json::json!({ "a": 1 }), serde_json::json!({ "b": ["x"] })]);
+    documents("a: [1").unwrap_err();
+    documents("a: 1\na: 2").unwrap_err();
 }

@@ -18,7 +18,7 @@ fn kustomized(dir: &Path) -> Vec<Value> {
     let output = output
         .unwrap_or_else(|error| panic!("`kubectl` is needed (Debian: kubernetes-client): {error}"));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    packaging::documents(&String::from_utf8(output.stdout).unwrap()).unwrap()
+    crate::objects::documents(&String::from_utf8(output.stdout).unwrap()).unwrap()
 }
 
 #[test]

@@ -8,7 +8,7 @@ use flannel_core::{Backend, Config};
 use flannel_firewall::{Guarded, Usual};
 use flannel_lab::testing::as_root;
 use flannel_lab::{Host, Lab, Signal};
-use open_test::Lane;
+use examples::Lane;
 use serde_json::{Value, json};
 
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_lane-node");

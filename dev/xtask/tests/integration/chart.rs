@@ -17,7 +17,7 @@ fn read(name: &str) -> String {
 
 /// The one document of a YAML file of the chart.
 fn yaml(name: &str) -> Value {
-    let mut documents = packaging::documents(&read(name)).unwrap();
+    let mut documents = crate::objects::documents(&read(name)).unwrap();
     assert_eq!(documents.len(), 1, "{name}");
     documents.remove(0)
 }
@@ -234,7 +234,7 @@ fn the_default_values_are_in_the_manifest() {
 fn the_dual_stack_chart_is_valid_for_the_api_and_flanneld() {
     let values = include_str!("../../../../deploy/rendered/dual-stack.values.yaml");
     let objects = dual_stack();
-    let values = packaging::documents(values).unwrap().remove(0);
+    let values = crate::objects::documents(values).unwrap().remove(0);
     objects.iter().for_each(|object| known_to_the_api(object).unwrap());
     let data = &of_kind(&objects, "ConfigMap")["data"];
     let config = Config::parse(data["net-conf.json"].as_str().unwrap()).unwrap();

@@ -1,7 +1,5 @@
 //! The commands, run on this repository.
 
-#![allow(clippy::unwrap_used, reason = "a test fails that way")]
-
 use std::fs;
 use std::process::Command;
 

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 use flannel_netlink::testing::{in_netns, ip};
 
-const GUIDE: &str = include_str!("../../../../docs/embedding.md");
+const GUIDE: &str = include_str!("../../../docs/embedding.md");
 
 fn package() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("embed")
