@@ -33,7 +33,8 @@ rke2://*)
     exit 1
     ;;
 esac
-"$docker" build --build-arg "IPTABLES=${IPTABLES:-nft}" --tag "$image" "$here/.."
+"$docker" build --file "$here/Dockerfile" --build-arg "IPTABLES=${IPTABLES:-nft}" \
+    --tag "$image" "$here/.."
 
 if [ -z "$import" ]; then
     # kind://docker/CLUSTER/NODE

@@ -70,7 +70,7 @@ fn dashboard_and_alerts_use_existing_metrics() {
 
 #[test]
 fn the_tests_in_the_table_of_created_files_exist() {
-    let text = read("SECURITY.md");
+    let text = read(".github/SECURITY.md");
     let mut source = String::new();
     let mut tests = 0;
     for row in text.lines().filter(|line| line.starts_with("| ")).skip(1) {

@@ -60,7 +60,7 @@ fn the_image_has_every_program_at_the_path_in_the_manifest() {
 type Stage = Vec<(String, String)>;
 
 fn stages() -> Vec<Stage> {
-    let text = include_str!("../../../../Dockerfile");
+    let text = include_str!("../../../../deploy/Dockerfile");
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
     let mut stages: Vec<Stage> = Vec::new();
     for line in lines.join("\n").replace("\\\n", " ").lines().filter(|line| !line.is_empty()) {
@@ -120,8 +120,8 @@ fn the_dockerfile_has_only_commands_that_this_test_knows() {
         fs::metadata(file("build-image-root.sh")).unwrap().permissions().mode() & 0o111,
         0o111
     );
-    // .dockerignore excludes no file that cargo needs.
-    let ignored = include_str!("../../../../.dockerignore");
+    // Dockerfile.dockerignore excludes no file that cargo needs.
+    let ignored = include_str!("../../../../deploy/Dockerfile.dockerignore");
     let cargo = include_str!("../../../../Cargo.toml");
     let members = cargo
         .split_once("members = [")
@@ -332,8 +332,9 @@ fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
             continue;
         };
         assert!(output.status.success(), "{nodes}: {output:?}");
-        let build = format!("docker build --build-arg IPTABLES=nft --tag {image} ");
-        assert!(called[0].starts_with(&build), "{called:?}");
+        assert!(called[0].starts_with("docker build --file "), "{called:?}");
+        let build = format!("/Dockerfile --build-arg IPTABLES=nft --tag {image} ");
+        assert!(called[0].contains(&build), "{called:?}");
         let rest = called[1..].iter().filter(|call| !call.starts_with("docker save "));
         assert!(rest.eq(loads.iter().map(String::as_str).collect::<Vec<_>>().iter()), "{called:?}");
     }
@@ -342,7 +343,7 @@ fn one_command_builds_the_image_and_loads_it_into_the_nodes() {
 #[test]
 fn the_image_and_the_unit_give_the_daemon_the_same_environment() {
     let unit = include_str!("../../../../deploy/systemd/flanneld.service");
-    let image = include_str!("../../../../Dockerfile");
+    let image = include_str!("../../../../deploy/Dockerfile");
     let lines = unit.lines().filter_map(|line| line.strip_prefix("Environment="));
     let variables = lines.collect::<Vec<_>>().join(" \\\n    ");
     assert!(!variables.is_empty() && image.contains(&format!("ENV {variables}\n")), "{variables}");
