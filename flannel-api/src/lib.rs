@@ -22,8 +22,8 @@
 //! # Versions
 //!
 //! Within one version of the API fields are added. No field is renamed, removed or given another
-//! meaning. Times are seconds since 1970. Durations are seconds. `null` means that there is no
-//! value, or that the value is not known.
+//! meaning. Times are seconds since 1970. Durations are seconds. `null` means that the
+//! value is absent or not known.
 
 mod client;
 #[cfg(feature = "core")]

@@ -63,7 +63,7 @@ pub enum RuleAction {
     Table(u32),
     /// Drops or refuses them: `blackhole`, `unreachable` or `prohibit`.
     Discard(&'static str),
-    /// Goes on with the first rule of this priority. If there is no such rule, the next rule
+    /// Goes on with the first rule of this priority. Without such a rule, the next rule
     /// applies.
     Goto(u32),
     /// Something else, such as nothing (`nop`).

@@ -67,8 +67,8 @@ impl FileSecrets {
         Ok(self.elsewhere.get(name).cloned().unwrap_or_else(|| self.dir.join(name)))
     }
 
-    /// The content of the file from which the secret is to be copied. `None` if there is no such
-    /// file, or if it is older or not valid.
+    /// The content of the file from which the secret is to be copied. `None` if the file does
+    /// not exist, is older or is not valid.
     fn adopted(&self, name: &str) -> io::Result<Option<Secret>> {
         let Some(Source { file, is_valid }) = self.sources.get(name) else { return Ok(None) };
         let written = |file: &Path| fs::metadata(file).and_then(|it| it.modified()).ok();

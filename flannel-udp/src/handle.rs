@@ -115,7 +115,7 @@ impl DataPlane {
         running.map(|running| running.program.clone())
     }
 
-    /// The counts of the process, or `None` if there is no process, or it still starts or ends.
+    /// The counts of the process, or `None` without a process, or while it starts or ends.
     /// This uses a connection of its own, so it does not wait for other requests.
     ///
     /// # Errors
@@ -139,7 +139,7 @@ impl DataPlane {
     /// Asks the process on a new connection. Waits for one that starts or takes over.
     ///
     /// # Errors
-    /// The question failed. Or there is no process ([`is_nobody`]). Or a process starts or takes
+    /// The question failed. Or no process answers ([`is_nobody`]). Or a process starts or takes
     /// over for longer than `patience` (`TimedOut`).
     fn reach<T>(
         &self,
@@ -366,7 +366,7 @@ struct Greeted {
 struct Batch {
     /// What the most demanding request needs.
     need: Need,
-    /// Why there is no process of the current version, while an older one answers.
+    /// Why no process of the current version answers, while an older one answers.
     not_current: Option<io::Error>,
     /// Why no process answers any more.
     broken: Option<io::Error>,
@@ -390,7 +390,7 @@ fn copy_of(error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), error.to_string())
 }
 
-/// Whether there is no process that can answer, perhaps because another one takes over.
+/// Whether no process can answer, perhaps because another one takes over.
 fn is_gone(error: &io::Error) -> bool {
     is_nobody(error) || has_ended(error)
 }
@@ -550,7 +550,8 @@ mod tests {
 
     #[test]
     fn no_process_has_a_socket_whose_path_is_too_long() {
-        let plane = DataPlane::new(PathBuf::from("/nowhere").join("x".repeat(200)), Program::Installed);
+        let plane =
+            DataPlane::new(PathBuf::from("/nowhere").join("x".repeat(200)), Program::Installed);
         assert_eq!(plane.ask(&[Request::Status])[0].as_ref().unwrap(), &None);
     }
 }

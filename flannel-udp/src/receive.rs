@@ -401,7 +401,7 @@ impl<'a, D: Device, W: Wire> Receiver<'a, D, W> {
 struct Burst {
     has_received: bool,
     has_passed: bool,
-    /// The error that ended it; `EAGAIN` if there is no more datagram.
+    /// The error that ended it; `EAGAIN` after the last datagram.
     stopped: Option<Errno>,
 }
 

@@ -120,7 +120,7 @@ pub(crate) fn store_url(global: &Global) -> Option<String> {
     }
 }
 
-/// The set of leases that a daemon cached; `None` if there is no cache, or it cannot be read.
+/// The set of leases that a daemon cached; `None` if the cache does not exist or cannot be read.
 pub(crate) fn saved(global: &Global) -> Option<Saved> {
     Cache::open(state_dir::leases(&global.state_dir)).load().ok()
 }

@@ -3,12 +3,12 @@
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use examples::Lane;
 use flannel_core::address::Family;
 use flannel_core::{Backend, Config};
 use flannel_firewall::{Guarded, Usual};
 use flannel_lab::testing::as_root;
 use flannel_lab::{Host, Lab, Signal};
-use examples::Lane;
 use serde_json::{Value, json};
 
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_lane-node");

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use examples::Lane;
 use examples::Printing;
 use flannel_core::address::Family;
 use flannel_lab::testing::as_root;
@@ -11,7 +12,6 @@ use flannel_lab::{Host, Lab};
 use flannel_subnet::testing::{Fixture, registry_suite};
 use flannel_subnet::{MemoryRegistry, Registry};
 use flanneld::{Daemon, DaemonConfig, StoreConfig};
-use examples::Lane;
 use tokio::sync::oneshot;
 
 const PATIENCE: Duration = Duration::from_secs(60);

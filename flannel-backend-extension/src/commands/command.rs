@@ -72,7 +72,7 @@ impl<'de> Deserialize<'de> for Words {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no program to start.
+    /// The command is empty.
     #[error("its first word is empty")]
     NoProgram,
     /// The program cannot be started.
@@ -128,7 +128,7 @@ impl Output {
 }
 
 impl Words {
-    /// Whether there is no word, so that nothing can run.
+    /// Whether the command has no word, so that nothing can run.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -29,7 +29,7 @@ pub struct PeerEvidence {
     pub path: PathProbe,
     /// The largest echo that passes, in bytes, if the path was searched.
     pub passes: Option<u16>,
-    /// The state of the encrypted tunnel, or `None` if there is no tunnel or it cannot be read.
+    /// The state of the encrypted tunnel, or `None` without a tunnel, or if it cannot be read.
     pub handshake: Option<Handshake>,
 }
 

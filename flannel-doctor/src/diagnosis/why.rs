@@ -45,7 +45,7 @@ pub struct RouteInputs<'a> {
     pub config: Option<&'a Config>,
     /// This node's lease.
     pub own: Option<&'a Lease>,
-    /// The lease whose subnet holds the address, if there is no explanation.
+    /// The lease whose subnet holds the address, if the daemon did not explain it.
     pub lease: Option<&'a Lease>,
     /// The network's explanation of the peer.
     pub explanation: Option<Explained>,

@@ -39,7 +39,7 @@ pub struct Handshake {
     pub key: PublicKey,
     /// The UDP port of this host's device.
     pub port: u16,
-    /// The digest of this host's preshared key for the peer, or `None` if there is no key.
+    /// The digest of this host's preshared key for the peer, or `None` without a key.
     pub psk: Option<u32>,
     /// The time of the first look.
     pub time: SystemTime,

@@ -39,7 +39,7 @@ pub struct PeerResults {
     /// The largest echo that passes, in bytes; `None` if the path was not searched. Only paths on
     /// which large echoes are lost are searched.
     pub passes: Option<u16>,
-    /// The state of the encrypted tunnel, or `None` if there is no tunnel or it cannot be read.
+    /// The state of the encrypted tunnel, or `None` without a tunnel, or if it cannot be read.
     pub handshake: Option<Handshake>,
 }
 

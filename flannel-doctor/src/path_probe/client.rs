@@ -97,7 +97,7 @@ pub struct PathProbe {
 
 /// Probes the path to a node's daemon. `tunnel` is its tunnel address and the MTU of pods on this
 /// node, in bytes. With `bare`, nodes can be reached without a tunnel. Then the public address is
-/// probed if there is no tunnel or the tunnel address refuses.
+/// probed without a tunnel, or if the tunnel address refuses.
 pub async fn probe(
     tunnel: Option<(IpAddr, u16)>,
     public: Option<IpAddr>,

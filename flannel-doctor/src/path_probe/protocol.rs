@@ -68,7 +68,7 @@ pub struct FarPeer {
     /// The public key by which it knows that node.
     #[serde(with = "text")]
     pub key: PublicKey,
-    /// The digest of the preshared key, or `None` if there is no key.
+    /// The digest of the preshared key, or `None` without a key.
     pub psk: Option<u32>,
     /// Bytes that it received from that node.
     pub received: u64,

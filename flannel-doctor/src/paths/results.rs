@@ -131,7 +131,7 @@ impl Paths {
         }
     }
 
-    /// The path after this one, and after the last one the first. `None` if there are no paths.
+    /// The path after this one, and after the last one the first. `None` without paths.
     pub(crate) fn after(&self, id: Option<PathId>) -> Option<PathId> {
         let table = self.table();
         let rest = id.map(|id| table.records.range((Bound::Excluded(id), Bound::Unbounded)));

@@ -187,7 +187,7 @@ fn duration_of(value: &[u8]) -> Option<Duration> {
     Some(Duration::new(seconds, nanoseconds))
 }
 
-/// The time at this duration after the epoch. `None` for zero, which means that there is no time,
+/// The time at this duration after the epoch. `None` for zero, which means never,
 /// and for a time that cannot be represented.
 fn time_at(since_epoch: Duration) -> Option<SystemTime> {
     if since_epoch.is_zero() {
@@ -202,7 +202,7 @@ fn u64_of(value: &[u8]) -> Option<u64> {
 
 impl DeviceMessage {
     /// Joins the messages of a dump. The kernel repeats a peer if its subnets did not fit into one
-    /// message. `None` if there are no messages.
+    /// message. `None` without messages.
     pub(crate) fn join(messages: impl IntoIterator<Item = Self>) -> Option<Self> {
         let mut messages = messages.into_iter();
         let mut all = messages.next()?;
@@ -272,7 +272,7 @@ pub(crate) enum PeerChange<'a> {
         /// Whether it may have a preshared key, which is removed if `peer` has no key.
         had_psk: bool,
     },
-    /// Deletes it. If there is no such peer, nothing happens.
+    /// Deletes it, if it exists.
     Delete(PublicKey),
 }
 

@@ -28,7 +28,7 @@ const PERMANENT: u32 = 0x80;
 pub struct Facts {
     /// All interfaces, in the order of their indexes.
     pub interfaces: Vec<Interface>,
-    /// The first default route of each family in the main table, or `None` if there is no default
+    /// The first default route of each family in the main table, or `None` without a default
     /// route. It is read only if the default route is the selector, and `None` otherwise.
     pub default: Dual<DefaultRoute>,
     /// The route to [`Selectors::can_reach`], or `None` without that selector.

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use flannel_core::address::{Dual, Family};
 
 /// The options that select the external interface. If `iface`, `iface_regex` and `can_reach` are
-/// empty, the public address selects it: it must be an address of the interface. If there is no
-/// public address either, the default route selects it.
+/// empty, the public address selects it: it must be an address of the interface. Without
+/// any selector, the default route selects it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selectors {
     /// Names or addresses of interfaces (`--iface`), tried first, in this order.

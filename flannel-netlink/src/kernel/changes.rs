@@ -177,7 +177,7 @@ impl Changes for NetlinkChanges {
     }
 }
 
-/// Waits for the end of a scan. Never ends if there is no scan, or if the runtime shuts down.
+/// Waits for the end of a scan. Never ends without a scan, or if the runtime shuts down.
 async fn finished(scan: &mut Option<JoinHandle<PeerScan>>) -> PeerScan {
     let Some(scan) = scan else { return pending().await };
     match scan.await.map_err(JoinError::try_into_panic) {

@@ -108,7 +108,7 @@ pub struct Session {
     pub key: PublicKey,
     /// Its pod addresses: the first subnet of each family.
     pub allowed: Dual<Subnet>,
-    /// The preshared key, or `None` if there is no preshared key.
+    /// The preshared key, or `None` without one.
     pub psk: Option<Secret>,
     /// The address that this [`NetlinkKernel`] put last, or `None` if it put no address.
     pub put: Option<SocketAddr>,

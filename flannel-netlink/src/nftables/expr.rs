@@ -138,7 +138,7 @@ pub enum Expr {
         is_in: bool,
     },
     /// Loads the index of the device by which a packet to its destination leaves, as 4 bytes in the
-    /// machine's byte order. It is 0 if there is no route, or if the route drops packets. It works
+    /// machine's byte order. It is 0 without a route, or if the route drops packets. It works
     /// only before the kernel has chosen the route. Not every kernel has this instruction
     /// (`nft_fib_ipv4`, `nft_fib_ipv6`).
     OutDevice,

@@ -10,7 +10,7 @@ use crate::finding::{Check, Finding};
 pub(super) struct Tracked {
     /// Their number, `nf_conntrack_count`.
     pub(super) now: u64,
-    /// The largest number, `nf_conntrack_max`; 0 if there is no limit.
+    /// The largest number, `nf_conntrack_max`; 0 means unlimited.
     pub(super) most: u64,
 }
 

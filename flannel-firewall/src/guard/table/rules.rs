@@ -123,8 +123,8 @@ impl Rules {
 }
 
 impl Sources {
-    /// The chains in the order of [`ChainName::ALL`]. Without an end of the tunnel there are no
-    /// chains.
+    /// The chains in the order of [`ChainName::ALL`]. Each is `None` without an end of the
+    /// tunnel.
     pub(super) fn chains(&self) -> Vec<Option<Chain>> {
         let rules = self.rules();
         ChainName::ALL
@@ -328,7 +328,7 @@ fn refuse_proxies(
 }
 
 /// Ends the chain for packets that arrive by none of these devices, which saves them all further
-/// rules. `None` if there are no devices.
+/// rules. `None` without devices.
 fn skip_other_devices(devices: impl Iterator<Item = LinkName>) -> Option<Rule> {
     let mut exprs = Vec::new();
     for device in devices {

@@ -12,7 +12,7 @@ use flannel_core::backend::{Datapath, Transport};
 use flannel_core::lease::{LeaseSet, Offer};
 use flannel_core::object::MacAddr;
 use flannel_core::subnet::{StoreFailure, StoreReason};
-use flannel_core::{Config, Lease, Remedy, Subnets};
+use flannel_core::{Config, Lease, Remedy, Subnet};
 use flannel_doctor::checks::host::{CheckedNetwork, HostReport, check_host};
 use flannel_doctor::diagnosis::contest::contest;
 use flannel_doctor::diagnosis::mtu::Fault;
@@ -294,24 +294,9 @@ async fn of_config(
         }
         None => examination.unknown(
             "host",
-            "no interface is suitable; name the interface of the daemon with \
-                --iface",
+            "no interface is suitable; name the interface of the daemon with --iface",
         ),
     }
-    let state = |subnets: &Subnets| {
-        let are_inside = subnets
-            .iter()
-            .all(|subnet| config.pod_networks().any(|network| network.covers(&subnet)));
-        if are_inside { PeerState::Unknown } else { PeerState::Rejected }
-    };
-    let target = |lease: &std::sync::Arc<Lease>| Target {
-        key: lease.subnets.to_string(),
-        subnets: lease.subnets.iter().collect(),
-        public: lease.attrs.preferred.public,
-        backend: lease.attrs.preferred.kind.to_string(),
-        state: state(&lease.subnets),
-        mtus: Dual::default(),
-    };
     Network {
         daemon: false,
         deployment: Deployment::default(),
@@ -320,8 +305,26 @@ async fn of_config(
         datapath: backends.datapath(&config),
         uplink,
         mtu,
-        targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
+        targets: leases
+            .iter()
+            .filter(|lease| !is_own(lease))
+            .map(|lease| target(lease, &config))
+            .collect(),
         published,
+    }
+}
+
+/// The target of a lease, by the config alone.
+fn target(lease: &Lease, config: &Config) -> Target {
+    let is_inside = |subnet: Subnet| config.pod_networks().any(|network| network.covers(&subnet));
+    let are_inside = lease.subnets.iter().all(is_inside);
+    Target {
+        key: lease.subnets.to_string(),
+        subnets: lease.subnets.iter().collect(),
+        public: lease.attrs.preferred.public,
+        backend: lease.attrs.preferred.kind.to_string(),
+        state: if are_inside { PeerState::Unknown } else { PeerState::Rejected },
+        mtus: Dual::default(),
     }
 }
 
