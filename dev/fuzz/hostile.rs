@@ -2,6 +2,7 @@
 //! flannel-route use it.
 
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -64,7 +65,34 @@ fn wireguard(
     Ok(())
 }
 
-/// The lease of an honest node with both backends. Its MAC address names its public address.
+/// As the proof of `vxlan`: the MAC address is derived from the public address.
+fn is_derived(_: &Subnets, _: &Offer, object: &Object) -> bool {
+    matches!(object, Object::Fdb(entry) if entry.is_derived())
+}
+
+/// As the proof of `wireguard`: the offer has a signature of the subnets by the key.
+fn is_signed(subnets: &Subnets, offer: &Offer, object: &Object) -> bool {
+    let Object::Peer(Peer { key, .. }) = object else { return false };
+    let data = offer.data.v4.as_deref().unwrap_or_default();
+    let Ok(fields) = Fields::parse(data, "BackendData") else { return false };
+    let signed: Option<String> = fields.take("Signature", "a signature").ok().flatten();
+    signed == Some(signature(key, subnets))
+}
+
+/// What only the owner of a key can make. Nobody else has the number.
+pub(crate) fn signature(key: &PublicKey, subnets: &Subnets) -> String {
+    let mut hasher = DefaultHasher::new();
+    (0x5eed_u64, key.0, subnets.to_string()).hash(&mut hasher);
+    hasher.finish().to_string()
+}
+
+/// The subnets of an honest node.
+pub(crate) fn subnets_of(n: u8) -> Subnets {
+    format!("10.1.{n}.0-24").parse().expect("a lease key")
+}
+
+/// The lease of an honest node with both backends. It proves that its MAC address and its key are
+/// its own.
 fn honest(n: u8) -> Arc<Lease> {
     let public: IpAddr = [192, 0, 2, n].into();
     let offer = |kind: &'static str, data: String| {
@@ -75,12 +103,11 @@ fn honest(n: u8) -> Arc<Lease> {
     let mac = MacAddr::derived_from(public);
     let preferred = offer("vxlan", format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#));
     let key = PublicKey([n; 32]);
-    let others = [offer("wireguard", format!(r#"{{"PublicKey":"{key}","Port":51820}}"#))];
-    Arc::new(lease(
-        &format!("10.1.{n}.0-24"),
-        u64::from(n),
-        LeaseAttrs { preferred, others: others.into() },
-    ))
+    let subnets = subnets_of(n);
+    let signature = signature(&key, &subnets);
+    let data = format!(r#"{{"PublicKey":"{key}","Port":51820,"Signature":"{signature}"}}"#);
+    let attrs = LeaseAttrs { preferred, others: [offer("wireguard", data)].into() };
+    Arc::new(lease(&subnets.to_string(), u64::from(n), attrs))
 }
 
 fn lease(key: &str, since: u64, attrs: LeaseAttrs) -> Lease {
@@ -92,8 +119,10 @@ fn admission() -> Admission {
     let networks = ["10.1.0.0/16".parse::<Subnet>().expect("a subnet")].into_iter().collect();
     let rules = AdmissionRules { networks, own: Some(honest(1)), ..AdmissionRules::default() };
     let plans = vec![
-        BackendPlan::new(Some("vxlan"), Box::new(vxlan)),
-        BackendPlan::new(Some("wireguard"), Box::new(wireguard)).with_handshakes(true),
+        BackendPlan::new(Some("vxlan"), Box::new(vxlan)).with_proof(Some(Box::new(is_derived))),
+        BackendPlan::new(Some("wireguard"), Box::new(wireguard))
+            .with_handshakes(true)
+            .with_proof(Some(Box::new(is_signed))),
     ];
     Admission::new(rules, plans)
 }
@@ -108,19 +137,14 @@ fn put(peers: &mut Admission, lease: &Arc<Lease>) {
 }
 
 /// A lease with this value changes no object of another lease: as a new lease, and as a change of
-/// an old one. In the second case, a WireGuard key of another node still counts for the older
-/// lease.
+/// an old one.
 pub(crate) fn hostile_lease(text: &str) {
     if text.len() > LARGEST_VALUE {
         return;
     }
     let Ok(attrs) = LeaseAttrs::from_json(text) else { return };
     assert!(attrs.offers().count() <= MOST_OFFERS);
-    let has_key = attrs.offers().any(|offer| offer.kind == "wireguard");
     for (key, since) in [(HOSTILE[0], 0), (HOSTILE[0], 100), (HOSTILE[1], 100)] {
-        if since == 0 && has_key {
-            continue;
-        }
         let hostile = Arc::new(lease(key, since, attrs.clone()));
         let mut peers = admission();
         (2..NODES).for_each(|n| put(&mut peers, &honest(n)));

@@ -242,13 +242,11 @@ impl From<&Rejection> for RejectionCause {
                 lease: earlier.to_string(),
                 holder: holder.clone(),
             },
-            Rejection::ConflictsWithDerivedEntry { key, owner, holder } => {
-                Self::ConflictsWithDerivedEntry {
-                    object: key.to_string(),
-                    lease: owner.to_string(),
-                    holder: holder.clone(),
-                }
-            }
+            Rejection::BelongsToAnother { key, owner, holder } => Self::BelongsToAnother {
+                object: key.to_string(),
+                lease: owner.to_string(),
+                holder: holder.clone(),
+            },
             Rejection::ContradictsOwn(key) => Self::ContradictsOwn { object: key.to_string() },
             Rejection::OwnAddress(address) => Self::OwnAddress { address: address.to_string() },
             Rejection::BadData(_) => Self::BadData,

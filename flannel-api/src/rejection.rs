@@ -49,7 +49,7 @@ pub enum RejectionCause {
         holder: String,
     },
     /// It defines a kernel object that belongs to another lease.
-    ConflictsWithDerivedEntry {
+    BelongsToAnother {
         /// The object.
         object: String,
         /// The other lease.

@@ -114,6 +114,9 @@ impl Backend for VxlanBackend {
                 plan.objects(subnets, offer, env, objects)
             });
             blueprint.footprint = footprint;
+            blueprint.proof = Some(Box::new(
+                |_, _, object| matches!(object, Object::Fdb(entry) if entry.is_derived()),
+            ));
             blueprint.base = lease.tunnel(&links);
             Ok(blueprint)
         }))

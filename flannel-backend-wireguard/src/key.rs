@@ -5,9 +5,9 @@ use std::path::Path;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD as BASE64;
+use curve25519_dalek::MontgomeryPoint;
 use flannel_core::backend::Secrets;
 use flannel_core::object::{PublicKey, Secret};
-use x25519_dalek::{X25519_BASEPOINT_BYTES, x25519};
 
 /// The name of the private key among the secrets of the node. Its content is base64.
 pub const SECRET: &str = "wireguard-key";
@@ -38,11 +38,11 @@ impl KeyPair {
         Ok(Self::new(&private))
     }
 
-    fn new(private: &Secret) -> Self {
+    pub(crate) fn new(private: &Secret) -> Self {
         let bytes: [u8; 32] = private.expose().try_into().expect("decoded as 32 bytes");
         // The kernel clamps the key. A key that is not clamped would never be in place.
         let key = clamp(bytes);
-        let public = PublicKey(x25519(key, X25519_BASEPOINT_BYTES));
+        let public = PublicKey(MontgomeryPoint::mul_base_clamped(key).to_bytes());
         Self { private: Secret::new(key), public }
     }
 }

@@ -3,6 +3,7 @@
 mod key;
 mod options;
 mod plan;
+mod signature;
 
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
@@ -30,6 +31,8 @@ use self::plan::TunnelPlan;
 /// - A tunnel between IPv4 addresses costs 60 bytes, not 80.
 /// - An existing device is changed in place. It stays when the program ends.
 /// - With one tunnel, `ListenPort` is published for both families.
+/// - The backend data has a `Signature` of the lease's subnets by the private key, so that no other
+///   lease can take the key. Go flannel ignores it.
 /// - The address of a peer that was learned from its packets is kept while handshakes succeed.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct WireguardBackend;
@@ -116,7 +119,8 @@ impl Backend for WireguardBackend {
         });
         node.may_change(links.values().cloned().collect()).await?;
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
-        let data = ports.map(|_, port| plan::backend_data(keys.public, *port));
+        let public_key = keys.public;
+        let data = ports.map(|_, port| plan::backend_data(public_key, *port, None));
         let offer = Offer::new(uplink.public).with_data(data);
         let footprint = self.footprint(config, Some(uplink.name))?;
         let networks = config.networks.map(|_, pods| pods.network);
@@ -137,6 +141,7 @@ impl Backend for WireguardBackend {
             });
             blueprint.footprint = footprint;
             blueprint.handshakes = true;
+            blueprint.proof = Some(Box::new(plan::is_proven));
             blueprint.base = lease.tunnel(&links);
             for (family, link) in devices.iter() {
                 if let Some(dst) = networks[family] {
@@ -145,6 +150,11 @@ impl Backend for WireguardBackend {
                 }
             }
             Ok(blueprint)
+        })
+        .with_complete_offer(move |subnets, offer| {
+            let signature = signature::sign(&keys, subnets);
+            offer.data =
+                ports.map(|_, port| plan::backend_data(public_key, *port, Some(&signature)));
         }))
     }
 }

@@ -13,6 +13,7 @@ use flannel_core::object::{LinkName, Object, Peer, PeerAttributes, PublicKey, Se
 use flannel_core::status::Rejection;
 
 use crate::options::Mode;
+use crate::signature;
 
 /// The backend type in leases.
 pub(crate) const TYPE: &str = "wireguard";
@@ -126,9 +127,17 @@ fn read(data: &str) -> Result<Data, FieldError> {
     Ok(Data { key, port: port.filter(|port| *port != 0) })
 }
 
-/// The backend data, byte for byte as Go flannel writes it.
-pub(crate) fn backend_data(key: PublicKey, port: u16) -> Box<str> {
-    format!(r#"{{"PublicKey":"{key}","Port":{port}}}"#).into()
+/// The backend data, byte for byte as Go flannel writes it, and the signature, which Go flannel
+/// ignores. It is absent as long as the subnets of the lease are not known.
+pub(crate) fn backend_data(key: PublicKey, port: u16, signature: Option<&str>) -> Box<str> {
+    let signature = signature.map(|text| format!(r#","Signature":"{text}""#)).unwrap_or_default();
+    format!(r#"{{"PublicKey":"{key}","Port":{port}{signature}}}"#).into()
+}
+
+/// Whether a lease proves that a WireGuard peer is its own, by a signature with the peer's key.
+pub(crate) fn is_proven(subnets: &Subnets, offer: &Offer, object: &Object) -> bool {
+    let Object::Peer(Peer { key, .. }) = object else { return false };
+    offer.data.values().any(|data| signature::is_signed(data, key, subnets))
 }
 
 #[cfg(test)]

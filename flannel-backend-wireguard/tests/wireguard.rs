@@ -8,8 +8,9 @@ use std::sync::Arc;
 use flannel_backend_wireguard::{SECRET, WireguardBackend};
 use flannel_core::address::Dual;
 use flannel_core::backend::{ExternalInterface, MemorySecrets, Secrets, Transport};
-use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin};
 use flannel_core::object::Secret;
+use flannel_core::subnet::Hints;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Backend, Config, SubnetManager};
 use flannel_route::{Host, JoinOptions};
@@ -46,6 +47,15 @@ async fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
         .with_secrets(Arc::new(secrets))
 }
 
+/// A lease as Go flannel writes it.
+fn without_signatures(lease: &str) -> String {
+    let mut parts = lease.split(r#","Signature":""#);
+    let mut text = parts.next().unwrap().to_owned();
+    // 64 bytes as base64, and a quotation mark.
+    parts.for_each(|part| text.push_str(&part[89..]));
+    text
+}
+
 /// A lease of another node.
 fn peer(key: &str, public: &[&str]) -> LeaseAttrs {
     let data = |port| Some(format!(r#"{{"PublicKey":"{key}","Port":{port}}}"#).into());
@@ -60,8 +70,15 @@ const KEYS: [&str; 2] = [
 
 /// The lease of this node as JSON, and its objects when the leases in `subnets` are in place.
 async fn run(kernel: &FakeKernel, subnets: &FakeSubnets) -> (String, Vec<String>, Vec<String>) {
+    run_host(&host(kernel, subnets).await, kernel, subnets).await
+}
+
+async fn run_host(
+    host: &Host,
+    kernel: &FakeKernel,
+    subnets: &FakeSubnets,
+) -> (String, Vec<String>, Vec<String>) {
     let config = subnets.network_config().await.unwrap();
-    let host = host(kernel, subnets).await;
     let network =
         host.join(&WireguardBackend, &config, JoinOptions::default()).await.unwrap().network;
     let handle = network.handle();
@@ -87,8 +104,9 @@ async fn one_route_and_a_peer_for_each_node() {
     subnets.put_attrs("10.1.9.0-24", peer(KEYS[0], &["192.0.2.9"]));
     subnets.put_attrs("10.1.10.0-24", peer(PUBLIC, &["192.0.2.10"]));
     let (lease, objects, rejected) = run(&kernel, &subnets).await;
+    assert!(lease.contains("Signature"), "{lease}");
     assert_eq!(
-        lease,
+        without_signatures(&lease),
         [
             r#"{"PublicIP":"198.51.100.1","PublicIPv6":"2001:db8::1","BackendType":"wireguard","#,
             &format!(r#""BackendData":{{"PublicKey":"{PUBLIC}","Port":51820}}}}"#),
@@ -147,7 +165,7 @@ async fn each_family_has_a_tunnel_or_both_share_one() {
         assert_eq!(start("address").len(), routes.len(), "{text}: {objects:?}");
         let port_v6 = if backend.contains("Mode") { 51820 } else { 51821 };
         let v6 = format!(r#""BackendV6Data":{{"PublicKey":"{PUBLIC}","Port":{port_v6}}}"#);
-        assert_eq!(lease.contains(&v6), families != V4, "{text}: {lease}");
+        assert_eq!(without_signatures(&lease).contains(&v6), families != V4, "{text}: {lease}");
     }
 }
 
@@ -196,6 +214,81 @@ async fn a_shared_key_in_a_file_is_read_at_the_start() {
     let joined = host.join(&WireguardBackend, &config, JoinOptions::default()).await;
     let error = joined.unwrap_err().to_string();
     assert!(error.contains("Backend.PSKFile: /nonexistent/psk: No such file"), "{error}");
+}
+
+/// A node signs the subnets of its lease with its key. So its lease is accepted beside an older one
+/// with the same key, with or without a copy of the signature. Go flannel signs nothing: there the
+/// age decides.
+#[tokio::test]
+async fn an_older_lease_cannot_take_the_key_of_another_node() {
+    let text = config("", V4);
+    let with_other_subnets = text.replacen('{', r#"{"SubnetMin":"10.1.7.0","#, 1);
+    let victim = FakeSubnets::with_config(&with_other_subnets);
+    let network_config = victim.network_config().await.unwrap();
+    let host = host(&FakeKernel::with_uplink("eth0"), &victim).await;
+    let joined = host.join(&WireguardBackend, &network_config, JoinOptions::default()).await;
+    let signed = joined.unwrap().network.handle().lease;
+    let unsigned = LeaseAttrs::from_json(&without_signatures(&signed.attrs.to_json())).unwrap();
+    let signature_of_victim = signed.attrs.preferred.data.clone();
+    let stolen = peer(PUBLIC, &["192.0.2.66"]);
+    let mut copied = stolen.clone();
+    copied.preferred.data = signature_of_victim;
+    for (thief, victim, is_victim_accepted) in [
+        (&stolen, &signed.attrs, true),
+        (&copied, &signed.attrs, true),
+        (&stolen, &unsigned, false),
+    ] {
+        for thief_comes_first in [true, false] {
+            let kernel = FakeKernel::with_uplink("eth0");
+            let subnets = FakeSubnets::with_config(&text);
+            subnets.put_attrs("10.1.66.0-24", peer(KEYS[0], &["192.0.2.66"]));
+            let steal = || subnets.put_attrs("10.1.66.0-24", thief.clone());
+            if thief_comes_first {
+                steal();
+            }
+            subnets.put_attrs(&signed.subnets.to_string(), victim.clone());
+            if !thief_comes_first {
+                steal();
+            }
+            let viewer = Host::new(
+                uplink().with_public(addresses(&["192.0.2.1", "2001:db8::1"])),
+                Arc::new(kernel.clone()),
+                Arc::new(subnets.clone()),
+            );
+            let (_, objects, rejected) = run_host(&viewer, &kernel, &subnets).await;
+            let [rejected] = &rejected[..] else { panic!("{rejected:?}") };
+            let peers: Vec<_> = objects.iter().filter(|line| line.starts_with("peer")).collect();
+            let [peer] = peers[..] else { panic!("{objects:?}") };
+            if is_victim_accepted {
+                assert!(rejected.starts_with("10.1.66.0-24"), "{rejected}");
+                assert!(rejected.contains("which proves it"), "{rejected}");
+                assert!(peer.contains("endpoint 198.51.100.1:51820"), "{peer}");
+            } else {
+                assert!(rejected.starts_with(&signed.subnets.to_string()), "{rejected}");
+                assert!(peer.contains("endpoint 192.0.2.66:51820"), "{peer}");
+            }
+        }
+    }
+}
+
+/// A node whose lease has the subnets that it expects writes its lease once, and signed.
+#[tokio::test]
+async fn a_lease_is_signed_when_it_is_written_again() {
+    let text = config("", V4);
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(&text);
+    let (first, ..) = run(&kernel, &subnets).await;
+    let own = subnets.watch_leases().await.unwrap().borrow().leases.iter().next().unwrap().subnets;
+    subnets.set_hints(Hints::default().with_previous(Some(own)));
+    let mut views = subnets.watch_leases().await.unwrap();
+    let before = views.borrow_and_update().origin;
+    let (second, ..) = run(&kernel, &subnets).await;
+    assert_eq!(first, second);
+    let writes = |origin: &Origin| match origin {
+        Origin::Live { revision } => revision.0,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(writes(&views.borrow().origin), writes(&before) + 1);
 }
 
 /// Peers that use the new key too early cannot reach this node.

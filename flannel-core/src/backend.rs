@@ -17,7 +17,7 @@ use async_trait::async_trait;
 
 pub use self::blueprint::Blueprint;
 pub use self::datapath::{Datapath, Transport};
-pub use self::plan::{Advice, Env, Plan, Reach, ReachLookup};
+pub use self::plan::{Advice, Env, Plan, Proof, Reach, ReachLookup};
 pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 pub use self::source_check::SourceCheck;
 pub use self::underlay::{LocalEnd, underlay_mtu};
@@ -25,7 +25,7 @@ use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::kernel::{Footprint, Kernel, RecordKeeper};
-use crate::lease::{Lease, Offer, Origin, View};
+use crate::lease::{Lease, Offer, Origin, Subnets, View};
 use crate::network::Network;
 use crate::object::{Addr, Link, LinkName, ObjectSet};
 use crate::runtime::blocking;
@@ -278,11 +278,17 @@ pub enum Build {
     Network(BuildNetwork),
 }
 
+/// Completes an offer for a lease with these subnets, for example with a signature. It is pure.
+pub type CompleteOffer = Box<dyn Fn(&Subnets, &mut Offer) + Send>;
+
 /// A network that can be built as soon as this node has a lease.
 pub struct Prepared {
     /// How other nodes reach this node. It is published in the lease. `flannel_route::Host` fills
     /// in [`Offer::kind`].
     pub offer: Offer,
+    /// Completes the offer when the subnets of the lease are known. `None` if the offer does not
+    /// depend on them.
+    pub complete_offer: Option<CompleteOffer>,
     /// Builds the network for the lease.
     pub build: Build,
 }
@@ -293,7 +299,7 @@ impl Prepared {
         offer: Offer,
         build: impl FnOnce(&NodeLease) -> Result<Blueprint> + Send + 'static,
     ) -> Self {
-        Self { offer, build: Build::Blueprint(Box::new(build)) }
+        Self { offer, complete_offer: None, build: Build::Blueprint(Box::new(build)) }
     }
 
     /// A network that runs itself, which `build` creates for a lease with this `offer`.
@@ -301,7 +307,16 @@ impl Prepared {
         offer: Offer,
         build: impl FnOnce(&NodeLease) -> Result<Box<dyn Network>> + Send + 'static,
     ) -> Self {
-        Self { offer, build: Build::Network(Box::new(build)) }
+        Self { offer, complete_offer: None, build: Build::Network(Box::new(build)) }
+    }
+
+    /// Sets [`Prepared::complete_offer`].
+    #[must_use]
+    pub fn with_complete_offer(
+        self,
+        complete: impl Fn(&Subnets, &mut Offer) + Send + 'static,
+    ) -> Self {
+        Self { complete_offer: Some(Box::new(complete)), ..self }
     }
 
     /// Changes the blueprint with `change` after it was built. This has no effect on a network that
@@ -311,14 +326,14 @@ impl Prepared {
         self,
         change: impl FnOnce(Blueprint, &NodeLease) -> Blueprint + Send + 'static,
     ) -> Self {
-        let Self { offer, build } = self;
-        match build {
-            Build::Blueprint(build) => Self::new(offer, move |lease| {
+        let build = match self.build {
+            Build::Blueprint(build) => Build::Blueprint(Box::new(move |lease: &NodeLease| {
                 let blueprint = build(lease)?;
                 Ok(change(blueprint, lease))
-            }),
-            build @ Build::Network(_) => Self { offer, build },
-        }
+            })),
+            build @ Build::Network(_) => build,
+        };
+        Self { build, ..self }
     }
 }
 

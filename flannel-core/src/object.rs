@@ -86,12 +86,6 @@ macro_rules! object_kinds {
                 }
             }
 
-            /// Whether the key itself says what the object must be, so that any other object with
-            /// this key is wrong. See [`Fdb::is_derived`].
-            pub fn is_derived(&self) -> bool {
-                matches!(self, Self::Fdb(entry) if entry.is_derived())
-            }
-
             /// The kind of the object.
             pub fn kind(&self) -> ObjectKind {
                 match self {

@@ -8,7 +8,7 @@ use flannel_core::backend::{
     Build, ExternalInterface, MemorySecrets, Node, NodeLease, Prepared, Secrets,
 };
 use flannel_core::lease::LeaseAttrs;
-use flannel_core::{Backend, Config, Error, Kernel, Lease, Result, Subnet, SubnetManager};
+use flannel_core::{Backend, Config, Error, Kernel, Lease, Result, Subnet, SubnetManager, Subnets};
 
 use crate::filtered_network::FilteredNetwork;
 use crate::join::{BackendInUse, JoinOptions, Joined, PreparedBackend};
@@ -153,20 +153,41 @@ impl Host {
         options: JoinOptions,
     ) -> Result<Joined> {
         check_selection(backends.iter().map(|prepared| &prepared.in_use))?;
-        let offers_now = offers(&backends);
-        let attrs = match &options.published {
-            Some(last) => with_data_of(last, &offers_now),
-            None => offers_now.clone(),
-        };
-        let withholds_offers = attrs.to_json() != offers_now.to_json();
         let kernel = self.kernel_of(&backends);
         let networks = backends[0].in_use.config.pod_networks().collect();
-        let lease = match options.lapsed {
-            Some(lease) => NodeLease::Lapsed(Lease { attrs, ..lease }),
-            None => NodeLease::Held(self.subnets.acquire_lease(&attrs).await?),
+        let lease = match &options.lapsed {
+            Some(lease) => {
+                let attrs = attrs(&backends, &options, Some(&lease.subnets));
+                NodeLease::Lapsed(Lease { attrs, ..lease.clone() })
+            }
+            None => NodeLease::Held(self.acquire(&backends, &options).await?),
         };
+        let offers_now = offers(&backends, Some(&lease.lease().subnets));
+        let withholds_offers = lease.lease().attrs.to_json() != offers_now.to_json();
         let joined = build(backends, kernel, lease, networks, options.engine)?;
         Ok(Joined { withholds_offers, ..joined })
+    }
+
+    /// Acquires the lease. If an offer depends on the subnets of the lease, the subnets of the last
+    /// lease are expected. If the lease has others, the offers are published again.
+    async fn acquire(
+        &self,
+        backends: &[PreparedBackend<'_>],
+        options: &JoinOptions,
+    ) -> Result<Lease> {
+        let needs_subnets =
+            backends.iter().any(|backend| backend.prepared.complete_offer.is_some());
+        if !needs_subnets || !self.subnets.publishes_attrs() {
+            return self.subnets.acquire_lease(&attrs(backends, options, None)).await;
+        }
+        let expected = self.subnets.hints().await?.previous;
+        let lease =
+            self.subnets.acquire_lease(&attrs(backends, options, expected.as_ref())).await?;
+        if expected == Some(lease.subnets) {
+            return Ok(lease);
+        }
+        let complete = attrs(backends, options, Some(&lease.subnets));
+        self.subnets.publish(&lease, &complete).await
     }
 
     /// The kernel of a network of these backends, with the records of their record keepers.
@@ -228,12 +249,32 @@ fn build(
     Ok(Joined { network: Box::new(network), withholds_offers: false, needs_handshakes })
 }
 
-/// The attributes of a lease with the offers of these backends, by rank.
-fn offers(backends: &[PreparedBackend<'_>]) -> LeaseAttrs {
+/// The attributes to publish in a lease with these subnets, or before the subnets are known.
+fn attrs(
+    backends: &[PreparedBackend<'_>],
+    options: &JoinOptions,
+    subnets: Option<&Subnets>,
+) -> LeaseAttrs {
+    let now = offers(backends, subnets);
+    match &options.published {
+        Some(last) => with_data_of(last, &now),
+        None => now,
+    }
+}
+
+/// The attributes of a lease with the offers of these backends, by rank. The offers are complete if
+/// the subnets of the lease are known.
+fn offers(backends: &[PreparedBackend<'_>], subnets: Option<&Subnets>) -> LeaseAttrs {
     let published = backends.iter().filter(|backend| backend.in_use.offer_rank.is_some());
     let mut ranked: Vec<_> = published.collect();
     ranked.sort_by_key(|backend| backend.in_use.offer_rank);
-    let mut offers = ranked.into_iter().map(|backend| backend.prepared.offer.clone());
+    let mut offers = ranked.into_iter().map(|backend| {
+        let mut offer = backend.prepared.offer.clone();
+        if let (Some(complete), Some(subnets)) = (&backend.prepared.complete_offer, subnets) {
+            complete(subnets, &mut offer);
+        }
+        offer
+    });
     LeaseAttrs { preferred: offers.next().unwrap_or_default(), others: offers.collect() }
 }
 

@@ -145,7 +145,8 @@ impl KernelNetwork {
             footprint.merge(blueprint.footprint);
             base.extend(blueprint.base.iter().cloned());
             let plan = BackendPlan::new(blueprint.lease_type, blueprint.plan);
-            plans.push(plan.with_handshakes(blueprint.handshakes));
+            let plan = plan.with_handshakes(blueprint.handshakes);
+            plans.push(plan.with_proof(blueprint.proof));
         }
         let is_held = lease.held().is_some();
         let (NodeLease::Held(own) | NodeLease::Lapsed(own)) = lease;

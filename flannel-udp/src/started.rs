@@ -34,8 +34,8 @@ pub enum Started {
     Other(ThisProgram),
 }
 
-/// Runs a data plane if this process was started as one ([`Program::This`]), until it is told to end. A
-/// program calls this first in `main`.
+/// Runs a data plane if this process was started as one ([`Program::This`]), until it is told to
+/// end. A program calls this first in `main`.
 pub fn run_if_started() -> Started {
     let mut args = std::env::args_os().skip(1);
     match (args.next(), args.next()) {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Datapath, Env, Plan};
+use super::{Datapath, Env, Plan, Proof};
 use crate::kernel::Footprint;
 use crate::lease::{Offer, Subnets};
 use crate::object::{Object, ObjectSet, Route, Via};
@@ -53,6 +53,9 @@ pub struct Blueprint {
     pub base: ObjectSet,
     /// The objects that each peer adds.
     pub plan: Box<Plan>,
+    /// Which objects of the plan a lease proves to be its own, or `None` if leases prove nothing.
+    /// Then of two leases that define an object differently, the older one has it.
+    pub proof: Option<Box<Proof>>,
 }
 
 impl Blueprint {
@@ -74,6 +77,7 @@ impl Blueprint {
             footprint: Footprint::default(),
             base: ObjectSet::default(),
             plan: Box::new(plan),
+            proof: None,
         }
     }
 
@@ -111,6 +115,15 @@ impl Blueprint {
     #[must_use]
     pub fn with_base(self, base: ObjectSet) -> Self {
         Self { base, ..self }
+    }
+
+    /// Sets [`Blueprint::proof`].
+    #[must_use]
+    pub fn with_proof(
+        self,
+        proof: impl Fn(&Subnets, &Offer, &Object) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        Self { proof: Some(Box::new(proof)), ..self }
     }
 
     /// The routes in `base` to whole pod networks.

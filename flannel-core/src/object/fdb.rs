@@ -18,8 +18,8 @@ pub struct Fdb {
 
 impl Fdb {
     /// Whether the MAC address is the one that [`MacAddr::derived_from`] derives from the outer
-    /// destination. If several leases define an entry for one MAC address, only a lease for which
-    /// this is true can be accepted. It does not matter which lease was created first.
+    /// destination. This is the [`Proof`](crate::backend::Proof) of `vxlan`: if several leases
+    /// define an entry for one MAC address, only a lease for which this is true can be accepted.
     pub fn is_derived(&self) -> bool {
         self.mac == MacAddr::derived_from(self.dst)
     }

@@ -44,13 +44,12 @@ pub enum Rejection {
         /// The node of that lease, as text.
         holder: String,
     },
-    /// It defines a forwarding entry whose MAC address is derived from the public address of
-    /// another peer that defines the entry too
-    /// ([`Object::is_derived`](crate::object::Object::is_derived)), and gives the entry another
-    /// destination. The entry belongs to that peer. It does not matter which lease was created
-    /// first.
-    #[error("{key} is derived from the public address of {owner} of {holder}, and belongs to it")]
-    ConflictsWithDerivedEntry {
+    /// It defines a kernel object of another lease, which proves that the object is its own
+    /// ([`Blueprint::proof`](crate::backend::Blueprint::proof)): a MAC address is derived from the
+    /// public address of that lease, or that lease is signed with a WireGuard key. It does not
+    /// matter which lease was created first.
+    #[error("{key} belongs to the lease {owner} of {holder}, which proves it")]
+    BelongsToAnother {
         /// The object.
         key: Key,
         /// The lease of the other peer.

@@ -188,8 +188,8 @@ async fn on_device(server: &Server<'_>, device: LinkName, address: IpAddr) -> In
     }
 }
 
-/// Opens sockets that are bound to the device. It opens no socket for
-/// datagrams at a public address, because an acknowledgement has no other path. The address may appear later.
+/// Opens sockets that are bound to the device. It opens no socket for datagrams at a public
+/// address, because an acknowledgement has no other path. The address may appear later.
 fn open(
     device: LinkName,
     address: SocketAddr,

@@ -3,8 +3,9 @@
 //! Every node must accept the same leases. Two leases clash if their subnets overlap, or if they
 //! define one kernel object differently. Of two leases that clash, every node accepts the one with
 //! the smaller [`Lease::precedence`]. There are two exceptions. A node always accepts its own
-//! lease. And if an object is named after the public address of one of the leases
-//! ([`Object::is_derived`]), the other lease is rejected, whichever was created first.
+//! lease. And if one of the leases proves that an object is its own
+//! ([`Blueprint::proof`](flannel_core::backend::Blueprint::proof)), the other lease is rejected,
+//! whichever was created first.
 //!
 //! After a change, only the leases that it can affect are decided again. Indexes find them, so that
 //! a change of one lease among 50,000 costs as much as one lease.
@@ -299,7 +300,9 @@ impl Admission {
             chosen: chosen.try_into().unwrap_or(u16::MAX),
             accepted: false,
         };
-        let sharing = self.index.insert(id, peer);
+        let is_proven =
+            |lease: &Lease, object: &Object| BackendPlan::is_proven(&self.plans, lease, object);
+        let sharing = self.index.insert(id, peer, is_proven);
         update.added.push(NewPeer { id, sharing });
     }
 
@@ -395,6 +398,16 @@ mod tests {
         Ok(())
     }
 
+    fn is_derived(object: &Object) -> bool {
+        matches!(object, Object::Fdb(entry) if entry.is_derived())
+    }
+
+    /// The plan, with the proof of vxlan.
+    fn with_proof() -> BackendPlan {
+        let proof = |_: &Subnets, _: &Offer, object: &Object| is_derived(object);
+        BackendPlan::new(None, Box::new(plan)).with_proof(Some(Box::new(proof)))
+    }
+
     fn lease(key: &str, since: u64, public: u8, mac: u8) -> Arc<Lease> {
         let attrs = LeaseAttrs::from(
             Offer::new([IpAddr::from([192, 0, 2, public])].into_iter().collect())
@@ -423,7 +436,7 @@ mod tests {
         });
         Admission::new(
             AdmissionRules { networks, own, ..AdmissionRules::default() },
-            vec![BackendPlan::new(None, Box::new(plan))],
+            vec![with_proof()],
         )
     }
 
@@ -517,7 +530,7 @@ mod tests {
         // It is the later one.
         let own = Some(lease("10.1.9.0-24", 9, 9, 9));
         let rules = AdmissionRules { networks, own, ..AdmissionRules::default() };
-        let mut peers = Admission::new(rules, vec![BackendPlan::new(None, Box::new(plan))]);
+        let mut peers = Admission::new(rules, vec![with_proof()]);
         let thief = lease("10.1.1.0-24", 1, 1, 9);
         put(&mut peers, &thief);
         assert_eq!(why(&peers, &thief), "fdb 0a:09:09:09:09:09 dev flannel.1 is this node's own");
@@ -606,7 +619,7 @@ mod tests {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let mut peers = Admission::new(
             AdmissionRules { networks, ..AdmissionRules::default() },
-            vec![BackendPlan::new(None, Box::new(plan))],
+            vec![BackendPlan::new(None, plan)],
         );
         let greedy = lease("10.1.1.0-24", 1, 1, 1);
         put(&mut peers, &greedy);
@@ -629,7 +642,7 @@ mod tests {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let mut peers = Admission::new(
             AdmissionRules { networks, ..AdmissionRules::default() },
-            vec![BackendPlan::new(None, Box::new(plan))],
+            vec![BackendPlan::new(None, plan)],
         );
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let mtus = peers.objects().map(|object| match object {
@@ -952,10 +965,10 @@ mod tests {
         let named: BTreeSet<Key> = leases
             .iter()
             .flat_map(|lease| planned(lease, own).unwrap_or_default())
-            .filter(Object::is_derived)
+            .filter(is_derived)
             .map(|object| object.key())
             .collect();
-        let is_foreign = |object: &Object| !object.is_derived() && named.contains(&object.key());
+        let is_foreign = |object: &Object| !is_derived(object) && named.contains(&object.key());
         let mut sorted: Vec<_> = leases.iter().cloned().collect();
         sorted.sort_by_key(|lease| lease.precedence());
         let mut accepted: Vec<(Arc<Lease>, Vec<Object>)> = Vec::new();

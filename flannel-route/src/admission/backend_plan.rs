@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use flannel_core::backend::{Env, Plan};
+use flannel_core::backend::{Env, Plan, Proof};
 use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::{Key, Object};
 use flannel_core::status::Rejection;
-use flannel_core::{Subnet, Subnets};
+use flannel_core::{Lease, Subnet, Subnets};
 use foldhash::HashSet;
 
 /// The subnets of peers with which an encrypted tunnel has completed a handshake, at any time since
@@ -18,6 +18,7 @@ pub type Handshakes = Arc<BTreeSet<Subnet>>;
 pub struct BackendPlan {
     lease_type: Option<&'static str>,
     plan: Box<Plan>,
+    proof: Option<Box<Proof>>,
     handshakes: bool,
 }
 
@@ -53,7 +54,7 @@ impl Planned {
 impl BackendPlan {
     /// A plan for the offers of `lease_type`, or for every offer if it is `None`.
     pub fn new(lease_type: Option<&'static str>, plan: Box<Plan>) -> Self {
-        Self { lease_type, plan, handshakes: false }
+        Self { lease_type, plan, proof: None, handshakes: false }
     }
 
     /// Sets whether packets to a peer pass only after a handshake
@@ -61,6 +62,23 @@ impl BackendPlan {
     #[must_use]
     pub fn with_handshakes(self, needed: bool) -> Self {
         Self { handshakes: needed, ..self }
+    }
+
+    /// Sets which objects of the plan a lease proves to be its own
+    /// ([`Blueprint::proof`](flannel_core::backend::Blueprint::proof)).
+    #[must_use]
+    pub fn with_proof(self, proof: Option<Box<Proof>>) -> Self {
+        Self { proof, ..self }
+    }
+
+    /// Whether a lease proves that an object is its own, with one of the offers that the plans
+    /// understand.
+    pub(crate) fn is_proven(plans: &[Self], lease: &Lease, object: &Object) -> bool {
+        plans.iter().any(|plan| {
+            let Some(proof) = &plan.proof else { return false };
+            let mut offers = lease.attrs.offers().filter(|offer| plan.understands(offer));
+            offers.any(|offer| proof(&lease.subnets, offer, object))
+        })
     }
 
     /// Runs every plan on the offers that it understands. The first offer that a plan accepts is

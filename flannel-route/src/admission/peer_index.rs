@@ -88,9 +88,9 @@ pub(crate) struct PeerIndex {
     first_definers: HashTable<FirstDefiner>,
     /// The other peers that define an object.
     further_definers: HashMap<Key, BTreeSet<PeerId>>,
-    /// For objects that several peers define: the peers whose definition is named after themselves
-    /// ([`Object::is_derived`]).
-    named_by: HashMap<Key, BTreeSet<PeerId>>,
+    /// For objects that several peers define: the peers whose leases prove that the object is their
+    /// own.
+    proven_by: HashMap<Key, BTreeSet<PeerId>>,
     /// Every subnet of every peer. A subnet is sorted directly before the subnets inside it.
     subnets: BTreeSet<(Subnet, PeerId)>,
     /// The public addresses of every peer that are inside the pod networks.
@@ -121,9 +121,9 @@ pub(crate) enum Sharing {
     Alone,
     /// Other peers define one.
     Shared,
-    /// Other peers define one, and the definition of the new peer is the first that is named after
-    /// its peer. The other peers are then rejected, even if they were accepted before, and even if
-    /// the new peer is rejected.
+    /// Other peers define one, and the new peer is the first that proves it to be its own. The
+    /// other peers are then rejected, even if they were accepted before, and even if the new peer
+    /// is rejected.
     Displaces,
 }
 
@@ -249,8 +249,14 @@ impl PeerIndex {
         })
     }
 
-    /// Puts a peer into a slot from [`PeerIndex::next_id`].
-    pub(crate) fn insert(&mut self, id: PeerId, peer: PeerEntry) -> Sharing {
+    /// Puts a peer into a slot from [`PeerIndex::next_id`]. `is_proven` says whether a lease proves
+    /// that an object is its own.
+    pub(crate) fn insert(
+        &mut self,
+        id: PeerId,
+        peer: PeerEntry,
+        is_proven: impl Fn(&Lease, &Object) -> bool,
+    ) -> Sharing {
         let subnets = peer.lease.subnets;
         let hosts = peer.hosts().to_vec();
         let mut sharing = Sharing::Alone;
@@ -259,10 +265,10 @@ impl PeerIndex {
             let hash = hash_of(&self.hasher, &key);
             let first = self.definitions_with_hash(hash, key).next();
             if let Some(first) = first {
-                let named_before = first.object.is_derived().then_some(first.id);
-                let named_now = object.is_derived().then_some(id);
+                let before = is_proven(&first.peer.lease, first.object).then_some(first.id);
+                let now = is_proven(&peer.lease, object).then_some(id);
                 self.further_definers.entry(key).or_default().insert(id);
-                sharing = sharing.max(self.share(key, named_before, named_now));
+                sharing = sharing.max(self.share(key, before, now));
                 continue;
             }
             self.first_definers.insert_unique(
@@ -282,26 +288,28 @@ impl PeerIndex {
         sharing
     }
 
-    /// Notes the peers whose definitions of a shared object are named after themselves: the first
-    /// definer and a new one, or `None` if their definitions are not.
+    /// Notes the peers that prove a shared object to be their own: the first definer and a new one,
+    /// or `None` if they do not.
     fn share(&mut self, key: Key, first: Option<PeerId>, new: Option<PeerId>) -> Sharing {
         if first.is_none() && new.is_none() {
             return Sharing::Shared;
         }
-        let named_by = self.named_by.entry(key).or_default();
-        named_by.extend(first);
-        let is_first = named_by.is_empty() && new.is_some();
-        named_by.extend(new);
+        let proven_by = self.proven_by.entry(key).or_default();
+        proven_by.extend(first);
+        let is_first = proven_by.is_empty() && new.is_some();
+        proven_by.extend(new);
         if is_first { Sharing::Displaces } else { Sharing::Shared }
     }
 
-    /// The peer that the object with this key is named after, or `None` without such a peer,
-    /// or if `object` itself is such a definition.
-    pub(crate) fn owner(&self, object: &Object) -> Option<&PeerEntry> {
-        if self.named_by.is_empty() || object.is_derived() {
+    /// Another peer that proves the object with this key to be its own. `None` without such a peer,
+    /// or if the peer `id` proves it too.
+    pub(crate) fn other_owner(&self, id: PeerId, key: &Key) -> Option<&PeerEntry> {
+        // Mostly no object has several definers.
+        if self.proven_by.is_empty() {
             return None;
         }
-        self.peer(*self.named_by.get(&object.key())?.first()?)
+        let owners = self.proven_by.get(key).filter(|owners| !owners.contains(&id))?;
+        self.peer(*owners.first()?)
     }
 
     /// Removes a peer. Its slot stays reserved until [`PeerIndex::vacate`].
@@ -310,11 +318,11 @@ impl PeerIndex {
         for object in peer.objects.iter() {
             let key = object.key();
             self.remove_definer(&key, id);
-            if let Some(named_by) = self.named_by.get_mut(&key)
-                && named_by.remove(&id)
-                && named_by.is_empty()
+            if let Some(proven_by) = self.proven_by.get_mut(&key)
+                && proven_by.remove(&id)
+                && proven_by.is_empty()
             {
-                self.named_by.remove(&key);
+                self.proven_by.remove(&key);
             }
         }
         if let Ok(entry) =

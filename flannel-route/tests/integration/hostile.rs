@@ -3,7 +3,7 @@
 #[path = "../../../dev/fuzz/hostile.rs"]
 mod any_lease;
 
-use any_lease::hostile_lease;
+use any_lease::{hostile_lease, signature, subnets_of};
 use flannel_core::object::{MacAddr, PublicKey};
 use proptest::prelude::*;
 
@@ -18,7 +18,10 @@ fn offer() -> impl Strategy<Value = String> {
         let own = MacAddr::derived_from([198, 51, 100, public].into());
         let mac = if form == 2 { own } else { named };
         let key = PublicKey([victim; 32]);
-        let data = format!(r#"{{"VtepMAC":"{mac}","PublicKey":"{key}"}}"#);
+        // A copy of the victim's.
+        let signature = signature(&key, &subnets_of(victim));
+        let data =
+            format!(r#"{{"VtepMAC":"{mac}","PublicKey":"{key}","Signature":"{signature}"}}"#);
         let public = format!("{net}.{public}");
         format!(r#"{{"PublicIP":"{public}","BackendType":"{kind}","BackendData":{data}}}"#)
     })

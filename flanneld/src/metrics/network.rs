@@ -76,7 +76,7 @@ fn reason(why: &Rejection) -> &'static str {
         Rejection::NoEnabledFamily => no_family,
         Rejection::OverlapsOwn { .. } => overlaps_own,
         Rejection::Overlaps { .. } => overlaps,
-        Rejection::Contradicts { .. } | Rejection::ConflictsWithDerivedEntry { .. } => contradicts,
+        Rejection::Contradicts { .. } | Rejection::BelongsToAnother { .. } => contradicts,
         Rejection::ContradictsOwn { .. } => contradicts_own,
         Rejection::OwnAddress(_) => own_address,
         Rejection::BadData(_) | Rejection::Rejected(_) => rejected,
@@ -91,7 +91,7 @@ fn is_conflict(why: &Rejection) -> bool {
         Rejection::OverlapsOwn(_)
             | Rejection::Overlaps { .. }
             | Rejection::Contradicts { .. }
-            | Rejection::ConflictsWithDerivedEntry { .. }
+            | Rejection::BelongsToAnother { .. }
             | Rejection::ContradictsOwn(_)
     )
 }

@@ -249,9 +249,9 @@ impl Found {
                 | Rejection::Contradicts { .. }
                 | Rejection::ContradictsOwn(_) => Remedy::RestartDaemon
                     .remark("on the later of the two nodes: every node accepts the earlier lease"),
-                Rejection::ConflictsWithDerivedEntry { .. } => Remedy::ListLeases.remark(
-                    "that node publishes the MAC address of another one: is it a clone, or \
-                     hostile?",
+                Rejection::BelongsToAnother { .. } => Remedy::ListLeases.remark(
+                    "that node publishes the MAC address or the WireGuard key of another one: is \
+                     it a clone, or hostile?",
                 ),
                 Rejection::OwnAddress(_) => readdress(subnets),
                 Rejection::Rejected(_) | Rejection::BadData(_) => {

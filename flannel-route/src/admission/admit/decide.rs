@@ -8,7 +8,7 @@ use crate::admission::peer_index::{Expanded, PeerEntry, PeerId, Sharing};
 use crate::admission::winners::{Clash, ClashReason, Winners};
 use flannel_core::error::holder;
 use flannel_core::lease::LeaseAttrs;
-use flannel_core::object::Key;
+use flannel_core::object::{Key, Object};
 use flannel_core::status::Rejection;
 use flannel_core::{Lease, Subnets};
 
@@ -136,7 +136,7 @@ impl Admission {
     fn decide(&mut self, id: PeerId, winners: &Winners) -> bool {
         let Some(peer) = self.index.peer(id) else { return false };
         let subnets = peer.lease.subnets;
-        let rejection = peer.rejected().cloned().or_else(|| self.clash(peer, winners));
+        let rejection = peer.rejected().cloned().or_else(|| self.clash(id, peer, winners));
         let accepted = rejection.is_none();
         match rejection {
             Some(why) => drop(self.rejected.insert(subnets, why)),
@@ -147,8 +147,8 @@ impl Admission {
     }
 
     /// The reason to reject a peer for another one.
-    fn clash(&self, peer: &PeerEntry, winners: &Winners) -> Option<Rejection> {
-        if let Some(rejection) = self.conflict_with_derived_entry(peer) {
+    fn clash(&self, id: PeerId, peer: &PeerEntry, winners: &Winners) -> Option<Rejection> {
+        if let Some(rejection) = self.object_of_another(id, peer) {
             return Some(rejection);
         }
         let Clash { winner, reason } = winners.clash(peer)?;
@@ -168,16 +168,12 @@ impl Admission {
         })
     }
 
-    /// The rejection of a peer that defines an object which is named after another peer.
-    fn conflict_with_derived_entry(&self, peer: &PeerEntry) -> Option<Rejection> {
-        peer.objects.iter().find_map(|object| {
-            let owner = &self.index.owner(object)?.lease;
+    /// The rejection of a peer that defines an object which another peer proves to be its own.
+    fn object_of_another(&self, id: PeerId, peer: &PeerEntry) -> Option<Rejection> {
+        peer.objects.iter().map(Object::key).find_map(|key| {
+            let owner = &self.index.other_owner(id, &key)?.lease;
             let holder = holder(&owner.attrs);
-            Some(Rejection::ConflictsWithDerivedEntry {
-                key: object.key(),
-                owner: owner.subnets,
-                holder,
-            })
+            Some(Rejection::BelongsToAnother { key, owner: owner.subnets, holder })
         })
     }
 

@@ -308,14 +308,14 @@ async fn of_config(
         targets: leases
             .iter()
             .filter(|lease| !is_own(lease))
-            .map(|lease| target(lease, &config))
+            .map(|lease| target_of_lease(lease, &config))
             .collect(),
         published,
     }
 }
 
 /// The target of a lease, by the config alone.
-fn target(lease: &Lease, config: &Config) -> Target {
+fn target_of_lease(lease: &Lease, config: &Config) -> Target {
     let is_inside = |subnet: Subnet| config.pod_networks().any(|network| network.covers(&subnet));
     let are_inside = lease.subnets.iter().all(is_inside);
     Target {

@@ -75,7 +75,7 @@ fn one_hostile_lease_takes_nothing_from_others() {
             traffic.wait_for_sent(1);
             watch.check_health();
         }
-        all_log(&lab, "is derived from the public address of");
+        all_log(&lab, "which proves it");
         // The public addresses of all nodes at once, behind all of one node or behind an ordinary
         // offer.
         for change in 0..CHANGES {
