@@ -142,9 +142,31 @@ fn passes() -> bool {
     std::panic::catch_unwind(|| run("ping", "-c 1 -W 6 -q 10.1.1.0")).is_ok()
 }
 
-#[test]
-fn the_causes_of_a_missing_handshake_are_told_apart() {
-    in_qemu(&["veth", "wireguard", "crc32c_generic", "nf_tables"], || {
+/// The modules of the guest of these tests.
+const MODULES: [&str; 4] = ["veth", "wireguard", "crc32c_generic", "nf_tables"];
+
+/// Two ends of a tunnel, the near one in the network namespace of the caller.
+struct Tunnel {
+    far: Netns,
+}
+
+impl Tunnel {
+    /// Runs `test` with a tunnel that works, and whose far end answers [`finding`].
+    fn with(test: fn(&Self)) {
+        Self::without_daemon(move |tunnel| {
+            std::thread::scope(|threads| {
+                let (stop, end) = oneshot::channel();
+                threads.spawn(|| tunnel.far.run(|| serve_far(end)));
+                assert!(passes());
+                assert_eq!(finding(), None);
+                test(tunnel);
+                drop(stop);
+            });
+        });
+    }
+
+    /// Runs `test` with a tunnel whose far end has an older daemon, or none.
+    fn without_daemon(test: impl FnOnce(&Self) + Send + 'static) {
         in_netns(|| {
             for (n, (key, _)) in KEYS.iter().enumerate() {
                 fs::write(format!("/run/key{n}"), key).unwrap();
@@ -155,98 +177,123 @@ fn the_causes_of_a_missing_handshake_are_told_apart() {
             ip(&format!("link add up0 type veth peer name up0 netns {}", far.path().display()));
             end(0);
             far.run(|| end(1));
-            let block = || {
-                run("nft", "add table inet block");
-                run("nft", "add chain inet block in { type filter hook input priority 0 ; }");
-                run("nft", "add rule inet block in udp dport 51820 drop");
-            };
-            let unblock = || run("nft", "delete table inet block");
-            // Without sessions, and as it should be.
-            let reset = || {
-                far.run(|| {
-                    wg(&format!("peer {} remove", KEYS[2].1));
-                    peer(1);
-                });
-                peer(0);
-            };
+            test(&Self { far });
+        });
+    }
 
-            std::thread::scope(|threads| {
-                let (stop, end) = oneshot::channel();
-                threads.spawn(|| far.run(|| serve_far(end)));
-                assert!(passes());
-                assert_eq!(finding(), None);
+    /// Both ends without sessions, and as they should be.
+    fn reset(&self) {
+        self.far.run(|| {
+            wg(&format!("peer {} remove", KEYS[2].1));
+            peer(1);
+        });
+        peer(0);
+    }
 
-                reset();
-                far.run(|| wg(&format!("peer {} preshared-key /run/psk2", KEYS[0].1)));
-                assert_finding(&Check::Handshake, "it has another preshared key (PSK, PSKFile)");
+    /// Configures the far end with `wg set`.
+    fn far_wg(&self, args: &str) {
+        self.far.run(|| wg(args));
+    }
+}
 
-                reset();
-                far.run(|| wg("private-key /run/key2"));
-                assert_finding(&Check::Handshake, &format!("has the public key {}", KEYS[2].1));
-                far.run(|| wg("private-key /run/key1"));
+/// Drops the packets of the tunnel that arrive.
+fn block() {
+    run("nft", "add table inet block");
+    run("nft", "add chain inet block in { type filter hook input priority 0 ; }");
+    run("nft", "add rule inet block in udp dport 51820 drop");
+}
 
-                reset();
-                far.run(|| wg(&format!("peer {} remove", KEYS[0].1)));
-                assert_finding(&Check::Handshake, "it has no peer for this node");
-                far.run(|| wg(&format!("peer {} allowed-ips 10.1.0.0/24", KEYS[2].1)));
-                assert_finding(&Check::Handshake, &format!("by the public key {}", KEYS[2].1));
+fn unblock() {
+    run("nft", "delete table inet block");
+}
 
-                reset();
-                far.run(block);
-                let text = "packets to its UDP port 51820 do not arrive, and those from it arrive";
-                assert_finding(&Check::Handshake, text);
-                block();
-                assert_finding(&Check::Handshake, "no packet arrives, at UDP port 51820 there");
-                far.run(unblock);
-                assert_finding(
-                    &Check::Handshake,
-                    "packets from there do not arrive at UDP port 51820 of this node",
-                );
-                unblock();
+#[test]
+fn other_keys_and_a_missing_peer_are_told_apart() {
+    in_qemu(&MODULES, || {
+        Tunnel::with(|tunnel| {
+            tunnel.reset();
+            tunnel.far_wg(&format!("peer {} preshared-key /run/psk2", KEYS[0].1));
+            assert_finding(&Check::Handshake, "it has another preshared key (PSK, PSKFile)");
 
-                reset();
-                far.run(|| ip("link set flannel-wg down"));
-                assert_finding(&Check::Handshake, "its UDP port 51820 is closed");
-                far.run(|| {
-                    ip("link set flannel-wg up");
-                    ip("route add 10.1.0.0/16 dev flannel-wg");
-                });
+            tunnel.reset();
+            tunnel.far_wg("private-key /run/key2");
+            assert_finding(&Check::Handshake, &format!("has the public key {}", KEYS[2].1));
+            tunnel.far_wg("private-key /run/key1");
 
-                // The far end remembers a handshake of a time that is to come again.
-                reset();
-                assert!(passes());
-                let now = SystemTime::now() - Duration::from_secs(3_600);
-                let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
-                run("date", &format!("-s @{now}"));
-                peer(0);
-                assert!(!passes(), "the kernel ignores such a handshake");
-                assert_finding(&Check::Clock, "the clock of this host was set back");
-                // The repair of the finding.
-                far.run(|| peer(1));
-                peer(0);
-                assert!(passes());
-                drop(stop);
-            });
+            tunnel.reset();
+            tunnel.far_wg(&format!("peer {} remove", KEYS[0].1));
+            assert_finding(&Check::Handshake, "it has no peer for this node");
+            tunnel.far_wg(&format!("peer {} allowed-ips 10.1.0.0/24", KEYS[2].1));
+            assert_finding(&Check::Handshake, &format!("by the public key {}", KEYS[2].1));
+        })
+    });
+}
 
-            // An older daemon is there, or none.
-            reset();
-            far.run(|| wg(&format!("peer {} preshared-key /run/psk2", KEYS[0].1)));
+#[test]
+fn the_direction_of_blocked_packets_is_named() {
+    in_qemu(&MODULES, || {
+        Tunnel::with(|tunnel| {
+            tunnel.reset();
+            tunnel.far.run(block);
+            let text = "packets to its UDP port 51820 do not arrive, and those from it arrive";
+            assert_finding(&Check::Handshake, text);
+            block();
+            assert_finding(&Check::Handshake, "no packet arrives, at UDP port 51820 there");
+            tunnel.far.run(unblock);
+            assert_finding(
+                &Check::Handshake,
+                "packets from there do not arrive at UDP port 51820 of this node",
+            );
+            unblock();
+
+            tunnel.reset();
+            tunnel.far.run(|| ip("link set flannel-wg down"));
+            assert_finding(&Check::Handshake, "its UDP port 51820 is closed");
+        })
+    });
+}
+
+/// The far end remembers a handshake of a time that is to come again.
+#[test]
+fn a_clock_that_was_set_back_is_found() {
+    in_qemu(&MODULES, || {
+        Tunnel::with(|tunnel| {
+            let now = SystemTime::now() - Duration::from_secs(3_600);
+            let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+            run("date", &format!("-s @{now}"));
+            peer(0);
+            assert!(!passes(), "the kernel ignores such a handshake");
+            assert_finding(&Check::Clock, "the clock of this host was set back");
+            // The repair of the finding.
+            tunnel.far.run(|| peer(1));
+            peer(0);
+            assert!(passes());
+        })
+    });
+}
+
+#[test]
+fn without_an_answer_the_possible_causes_are_named() {
+    in_qemu(&MODULES, || {
+        Tunnel::without_daemon(|tunnel| {
+            tunnel.far_wg(&format!("peer {} preshared-key /run/psk2", KEYS[0].1));
             assert_finding(
                 &Check::Handshake,
                 "nothing comes from it: UDP port 51820 may be blocked",
             );
             // It begins handshakes, and gets no answer.
-            reset();
-            far.run(block);
+            tunnel.reset();
+            tunnel.far.run(block);
             std::thread::scope(|threads| {
                 threads.spawn(|| {
-                    far.run(|| std::panic::catch_unwind(|| run("ping", "-c 8 -q 10.1.0.0")))
+                    let ping = || std::panic::catch_unwind(|| run("ping", "-c 8 -q 10.1.0.0"));
+                    tunnel.far.run(ping)
                 });
                 assert_finding(
                     &Check::Handshake,
                     "are lost, or the preshared keys (PSK, PSKFile) differ",
                 );
             });
-        });
+        })
     });
 }

@@ -886,8 +886,9 @@ async fn an_endless_storm_is_slowed_down_and_delays_no_lease() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     let there: Vec<u16> = (1..=400).chain(1_000..1_010).collect();
     let wanted: ObjectSet = there.iter().flat_map(|n| objects(*n, public(*n))).collect();
-    assert!(wanted.iter().all(|object| world.kernel.state().get(&object.key()) == Some(object)));
-    assert_eq!(world.kernel.state().len(), wanted.len() + 2);
+    let state = world.kernel.state();
+    assert!(wanted.iter().all(|object| state.get(&object.key()) == Some(object)));
+    assert_eq!(state.len(), wanted.len() + 2);
     let listed = Status::NEWEST_REPAIRS..=2 * Status::NEWEST_REPAIRS;
     assert!(status.repaired > 1_000 && listed.contains(&status.last_repairs.len()));
 }
