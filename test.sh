@@ -138,7 +138,7 @@ if [ "$(id -u)" = 0 ]; then
         as_nobody FLANNEL_CNI="$dir/flannel" INSTALL_CONF="$dir/install-conf" \
             FLANNEL_LAB="$dir/lab" "$dir/$(basename "$test")" --quiet real:: install::
     done
-    PROFILE=dev CNI_PROFILE=dev CRATES="${all[*]}" deploy/build-image-root.sh "$dir/image"
+    PROFILE=dev CRATES="${all[*]}" deploy/build-image-root.sh "$dir/image"
     cp -r deploy "$dir"
     # Only root may open /dev/net/tun where udev has not changed its mode.
     for test in $image_tests; do

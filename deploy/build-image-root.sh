@@ -8,8 +8,8 @@
 #
 # The Dockerfile and the tests run this. With a second argument, a target of Rust, it builds nothing
 # and takes the programs that were built for that target. Else it needs Rust, a C compiler and
-# protoc (Debian: gcc libc6-dev protobuf-compiler libprotobuf-dev). PROFILE and CNI_PROFILE are
-# profiles of Cargo.toml. CRATES are options of cargo that select crates and features of flanneld and
+# protoc (Debian: gcc libc6-dev protobuf-compiler libprotobuf-dev). PROFILE is a
+# profile of Cargo.toml. CRATES are options of cargo that select crates and features of flanneld and
 # flannelctl: tests give those with which they were built already. FLANNEL_COMMIT is the commit that
 # the CNI plugin reports as its source.
 set -eu
@@ -19,7 +19,6 @@ root=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-target}
 profile=${PROFILE:-dist}
-cni_profile=${CNI_PROFILE:-cni}
 # The directory of the profile dev is debug.
 directory() { if [ "$1" = dev ]; then echo debug; else echo "$1"; fi; }
 
@@ -41,11 +40,11 @@ else
     # shellcheck disable=SC2086
     cargo build --quiet --locked --profile "$profile" ${CRATES:--p flanneld -p flannelctl} \
         --bin flanneld --bin flannelctl
-    cargo build --quiet --locked --profile "$cni_profile" -p flannel-cni --bins --target "$static"
+    cargo build --quiet --locked --profile "$profile" -p flannel-cni --bins --target "$static"
 fi
 
 mkdir -p "$root/opt/bin"
-cni_built=$target/$static/$(directory "$cni_profile")
+cni_built=$target/$static/$(directory "$profile")
 install -m 755 "$built/flanneld" "$built/flannelctl" "$cni_built/install-conf" "$root/opt/bin/"
 install -m 755 "$cni_built/flannel" "$root/"
 cat >"$root/opt/bin/mk-docker-opts.sh" <<'END'

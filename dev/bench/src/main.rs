@@ -284,7 +284,7 @@ enum Bench {
     },
     /// The times of the CNI plugin: its start, and an ADD against a call of its delegate alone
     Cni {
-        /// The plugin, built with the profile cni
+        /// The plugin, built with the profile dist
         #[arg(long)]
         plugin: PathBuf,
         /// The number of calls of each kind

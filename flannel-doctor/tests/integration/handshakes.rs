@@ -225,7 +225,7 @@ fn other_keys_and_a_missing_peer_are_told_apart() {
             assert_finding(&Check::Handshake, "it has no peer for this node");
             tunnel.far_wg(&format!("peer {} allowed-ips 10.1.0.0/24", KEYS[2].1));
             assert_finding(&Check::Handshake, &format!("by the public key {}", KEYS[2].1));
-        })
+        });
     });
 }
 
@@ -249,7 +249,7 @@ fn the_direction_of_blocked_packets_is_named() {
             tunnel.reset();
             tunnel.far.run(|| ip("link set flannel-wg down"));
             assert_finding(&Check::Handshake, "its UDP port 51820 is closed");
-        })
+        });
     });
 }
 
@@ -268,7 +268,7 @@ fn a_clock_that_was_set_back_is_found() {
             tunnel.far.run(|| peer(1));
             peer(0);
             assert!(passes());
-        })
+        });
     });
 }
 
@@ -294,6 +294,6 @@ fn without_an_answer_the_possible_causes_are_named() {
                     "are lost, or the preshared keys (PSK, PSKFile) differ",
                 );
             });
-        })
+        });
     });
 }

@@ -10,8 +10,9 @@ use crate::parts::report::Report;
 /// The firewall wakes every five seconds to check its rules. Probes of paths have a bench of their
 /// own.
 const QUIET: [&str; 2] = ["--iptables-forward-rules=false", "--path-interval=0"];
-/// The time after which unused threads of the runtime have ended.
-const SETTLE: Duration = Duration::from_secs(15);
+/// The time after which unused threads of the runtime have ended, and the records of backends that
+/// are not in use are not read any more.
+const SETTLE: Duration = Duration::from_secs(90);
 /// The maximum time from the start of the daemon, which starts its timers, to the measurement.
 const START: Duration = Duration::from_secs(60);
 const SLOW_TIMER: Duration = Duration::from_secs(300);

@@ -25,7 +25,6 @@ pub(crate) fn image() -> &'static Path {
         let mut script = Command::new(file("build-image-root.sh"));
         script.arg(dir.path()).envs([
             ("PROFILE", "dev"),
-            ("CNI_PROFILE", "dev"),
             // As in `test.sh`, where they are built already.
             ("CRATES", "--workspace --all-features"),
             ("FLANNEL_COMMIT", "of-a-test"),

@@ -141,6 +141,11 @@ impl Reads {
 async fn remove(backend: &str, keeper: Arc<dyn RecordKeeper>, kernel: Arc<dyn Kernel>) -> Removed {
     let origin = format!("the earlier backend {backend}");
     blocking(move || {
+        // Mostly there are none, and then the kernel need not be read, which takes long with many
+        // peers.
+        if keeper.records().is_ok_and(|records| records.is_empty()) {
+            return Removed::Nothing;
+        }
         let record_keepers = [keeper.name()].into();
         let footprint = Footprint { record_keepers, ..Footprint::default() };
         let kernel = WithRecordKeepers::new(kernel, [keeper]).waiting();
