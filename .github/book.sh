@@ -25,7 +25,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cp -r docs "$work"
 # This page is at the root of the repository, and in the book beside the pages of docs/.
-sed 's,](\([A-Z]\),](../\1,g; s,](docs/,](,g' ARCHITECTURE.md >"$work/ARCHITECTURE.md"
+sed 's,](\([.A-Z]\),](../\1,g; s,](docs/,](,g' ARCHITECTURE.md >"$work/ARCHITECTURE.md"
 # mdbook renders README.md as index.html, but does not change the links to it.
 mv "$work/docs/decisions/README.md" "$work/docs/decisions/index.md"
 sed -i 's,](decisions/README\.md,](decisions/index.md,g' "$work/ARCHITECTURE.md" "$work"/docs/*.md

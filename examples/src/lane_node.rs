@@ -6,12 +6,17 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use examples::Lane;
+use flannel_backends::Started;
 use flannel_firewall::{Guarded, Usual};
 
 fn main() -> ExitCode {
+    let this = match flannel_backends::run_if_started() {
+        Started::DataPlane(ended) => return ended,
+        Started::Other(this) => this,
+    };
     // With a guard, as the tunnels of flannel have it.
     let lane = Guarded::new(Lane, "guard-lane", Usual::Off);
-    let backends = flannel_backends::all().with(Arc::new(lane));
+    let backends = flannel_backends::all_in(this).with(Arc::new(lane));
     let mut args: Vec<OsString> = std::env::args_os().collect();
     let verb = if args.len() > 1 { args.remove(1) } else { OsString::new() };
     if verb == "daemon" {

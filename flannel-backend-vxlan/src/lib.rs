@@ -191,7 +191,7 @@ async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Resul
                 _ => None,
             },
             // The address of an assigned lease stays as it was written.
-            named: public[family]
+            derived: public[family]
                 .filter(|ip| !is_assigned && own_addresses.contains(&Some(*ip)))
                 .map(MacAddr::derived_from),
         };

@@ -2,7 +2,7 @@
 //! existing device keeps its address if possible. If it changes, the kernel deletes the neighbours
 //! of the device, and they are put again.
 //!
-//! A new device gets the address that names the public address of the node
+//! A new device gets the address that is derived from the public address of the node
 //! ([`MacAddr::derived_from`]). No other lease can take that address from it. Any other address is
 //! taken by a lease that was created earlier.
 
@@ -58,27 +58,27 @@ pub(crate) struct Candidates {
     pub(crate) published: Option<MacAddr>,
     /// The address of the existing device.
     pub(crate) device: Option<MacAddr>,
-    /// The address that names the public address in the lease. It is only there if no other node
-    /// can have that public address: the external interface has it, or an operator assigned it to
-    /// this node alone. No other lease can take this address, so it is not compared.
-    pub(crate) named: Option<MacAddr>,
+    /// The address that is derived from the public address in the lease. It is only there if no
+    /// other node can have that public address: the external interface has it, or an operator
+    /// assigned it to this node alone. No other lease can take this address, so it is not compared.
+    pub(crate) derived: Option<MacAddr>,
 }
 
 /// The address of the device. An existing device keeps the published address, else its own, unless
-/// another node uses it. A new device gets the address that names the public address of the node.
-/// Behind a NAT, a device gets the first of these addresses that no other node uses: the published
-/// one, then addresses derived from `seed`, which is stable and differs between nodes.
+/// another node uses it. A new device gets the address that is derived from the node's public
+/// address. Behind a NAT, a device gets the first of these addresses that no other node uses: the
+/// published one, then addresses made of `seed`, which is stable and differs between nodes.
 pub(crate) fn choose(candidates: &Candidates, seed: &str, taken: &BTreeSet<MacAddr>) -> MacAddr {
-    let Candidates { published, device, named } = *candidates;
+    let Candidates { published, device, derived } = *candidates;
     // A new device has no packets yet, so it need not keep an address.
-    if device.is_some() || named.is_none() {
+    if device.is_some() || derived.is_none() {
         let is_free = |mac: &MacAddr| mac.is_unicast() && !taken.contains(mac);
         let mut kept = published.into_iter().chain(device);
-        if let Some(mac) = kept.find(|mac| is_free(mac) && !names_another(*mac, named)) {
+        if let Some(mac) = kept.find(|mac| is_free(mac) && !names_another(*mac, derived)) {
             return mac;
         }
     }
-    named.unwrap_or_else(|| {
+    derived.unwrap_or_else(|| {
         (0u64..)
             .map(|salt| derive(&format!("{seed} {salt}")))
             .find(|mac| !taken.contains(mac))
@@ -86,12 +86,12 @@ pub(crate) fn choose(candidates: &Candidates, seed: &str, taken: &BTreeSet<MacAd
     })
 }
 
-/// Whether an address names another public IPv4 address than `named` does. The node that has that
+/// Whether an address names another public IPv4 address than `derived` does. The node that has that
 /// public address now would take it.
-fn names_another(mac: MacAddr, named: Option<MacAddr>) -> bool {
+fn names_another(mac: MacAddr, derived: Option<MacAddr>) -> bool {
     let prefix = MacAddr::derived_from(IpAddr::from([0, 0, 0, 0])).0[..2].to_vec();
     let names_v4 = |mac: MacAddr| mac.0.starts_with(&prefix);
-    named.is_some_and(|named| names_v4(named) && names_v4(mac) && mac != named)
+    derived.is_some_and(|derived| names_v4(derived) && names_v4(mac) && mac != derived)
 }
 
 fn derive(text: &str) -> MacAddr {
@@ -111,7 +111,7 @@ mod tests {
         let [a, b] = [1, 2].map(|n| MacAddr::local([n; 6]));
         let none = BTreeSet::new();
         let choose = |published, device, seed: &str, taken: &BTreeSet<MacAddr>| {
-            choose(&Candidates { published, device, named: None }, seed, taken)
+            choose(&Candidates { published, device, derived: None }, seed, taken)
         };
         assert_eq!(choose(Some(a), Some(b), "seed", &none), a);
         assert_eq!(choose(None, Some(b), "seed", &none), b);
@@ -131,19 +131,19 @@ mod tests {
     #[test]
     fn a_new_device_and_one_whose_mac_is_taken_get_the_mac_that_names_the_address() {
         let [a, b] = [1, 2].map(|n| MacAddr::local([n; 6]));
-        let named = MacAddr::derived_from([192, 0, 2, 7].into());
+        let derived = MacAddr::derived_from([192, 0, 2, 7].into());
         let choose = |published, device, taken: &[MacAddr]| {
-            let of = Candidates { published, device, named: Some(named) };
+            let of = Candidates { published, device, derived: Some(derived) };
             choose(&of, "seed", &taken.iter().copied().collect())
         };
-        assert_eq!(choose(None, None, &[]), named);
-        assert_eq!(choose(Some(a), None, &[]), named, "no packets pass yet");
+        assert_eq!(choose(None, None, &[]), derived);
+        assert_eq!(choose(Some(a), None, &[]), derived, "no packets pass yet");
         assert_eq!(choose(Some(a), Some(b), &[]), a);
         assert_eq!(choose(Some(a), Some(b), &[a]), b);
-        assert_eq!(choose(Some(a), Some(b), &[a, b]), named);
-        assert_eq!(choose(None, None, &[named]), named, "a copy cannot take it");
+        assert_eq!(choose(Some(a), Some(b), &[a, b]), derived);
+        assert_eq!(choose(None, None, &[derived]), derived, "a copy cannot take it");
         let former = MacAddr::derived_from([192, 0, 2, 9].into());
-        assert_eq!(choose(Some(former), Some(former), &[]), named, "another node may have it");
+        assert_eq!(choose(Some(former), Some(former), &[]), derived, "another node may have it");
     }
 
     #[test]

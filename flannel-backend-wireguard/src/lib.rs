@@ -31,8 +31,8 @@ use self::plan::TunnelPlan;
 /// - A tunnel between IPv4 addresses costs 60 bytes, not 80.
 /// - An existing device is changed in place. It stays when the program ends.
 /// - With one tunnel, `ListenPort` is published for both families.
-/// - The backend data has a `Signature` of the lease's subnets by the private key, so that no other
-///   lease can take the key. Go flannel ignores it.
+/// - The backend data of a family has a `Signature` of the subnet by the private key, so that no
+///   other lease can take the key. Go flannel ignores it.
 /// - The address of a peer that was learned from its packets is kept while handshakes succeed.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct WireguardBackend;
@@ -152,9 +152,11 @@ impl Backend for WireguardBackend {
             Ok(blueprint)
         })
         .with_complete_offer(move |subnets, offer| {
-            let signature = signature::sign(&keys, subnets);
-            offer.data =
-                ports.map(|_, port| plan::backend_data(public_key, *port, Some(&signature)));
+            offer.data = ports.map(|family, port| {
+                let subnet = subnets.iter().find(|subnet| subnet.family() == family);
+                let signature = subnet.map(|subnet| signature::sign(&keys, subnet));
+                plan::backend_data(public_key, *port, signature.as_deref())
+            });
         }))
     }
 }

@@ -128,7 +128,7 @@ fn read(data: &str) -> Result<Data, FieldError> {
 }
 
 /// The backend data, byte for byte as Go flannel writes it, and the signature, which Go flannel
-/// ignores. It is absent as long as the subnets of the lease are not known.
+/// ignores. It is absent as long as the subnet of the lease is not known.
 pub(crate) fn backend_data(key: PublicKey, port: u16, signature: Option<&str>) -> Box<str> {
     let signature = signature.map(|text| format!(r#","Signature":"{text}""#)).unwrap_or_default();
     format!(r#"{{"PublicKey":"{key}","Port":{port}{signature}}}"#).into()
@@ -137,7 +137,10 @@ pub(crate) fn backend_data(key: PublicKey, port: u16, signature: Option<&str>) -
 /// Whether a lease proves that a WireGuard peer is its own, by a signature with the peer's key.
 pub(crate) fn is_proven(subnets: &Subnets, offer: &Offer, object: &Object) -> bool {
     let Object::Peer(Peer { key, .. }) = object else { return false };
-    offer.data.values().any(|data| signature::is_signed(data, key, subnets))
+    let is_signed = |end: Endpoint<'_>| {
+        end.data.is_some_and(|data| signature::is_signed(data, key, end.subnet))
+    };
+    offer.endpoints(subnets).any(is_signed)
 }
 
 #[cfg(test)]

@@ -10,7 +10,6 @@ use flannel_core::address::Dual;
 use flannel_core::backend::{ExternalInterface, MemorySecrets, Secrets, Transport};
 use flannel_core::lease::{LeaseAttrs, Offer, Origin};
 use flannel_core::object::Secret;
-use flannel_core::subnet::Hints;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Backend, Config, SubnetManager};
 use flannel_route::{Host, JoinOptions};
@@ -278,17 +277,64 @@ async fn a_lease_is_signed_when_it_is_written_again() {
     let kernel = FakeKernel::with_uplink("eth0");
     let subnets = FakeSubnets::with_config(&text);
     let (first, ..) = run(&kernel, &subnets).await;
-    let own = subnets.watch_leases().await.unwrap().borrow().leases.iter().next().unwrap().subnets;
-    subnets.set_hints(Hints::default().with_previous(Some(own)));
     let mut views = subnets.watch_leases().await.unwrap();
+    let own = views.borrow().leases.iter().next().unwrap().subnets;
     let before = views.borrow_and_update().origin;
-    let (second, ..) = run(&kernel, &subnets).await;
-    assert_eq!(first, second);
+    let config = subnets.network_config().await.unwrap();
+    let options = JoinOptions::default().with_previous(Some(own));
+    let joined = host(&kernel, &subnets).await.join(&WireguardBackend, &config, options).await;
+    assert_eq!(joined.unwrap().network.handle().lease.attrs.to_json(), first);
     let writes = |origin: &Origin| match origin {
         Origin::Live { revision } => revision.0,
         other => panic!("{other:?}"),
     };
     assert_eq!(writes(&views.borrow().origin), writes(&before) + 1);
+}
+
+/// The signature is no other key, so the lease need not wait for the kernel to have it.
+#[tokio::test]
+async fn a_lease_without_a_signature_is_signed_at_once() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(&config("", V4));
+    let config = subnets.network_config().await.unwrap();
+    let host = host(&kernel, &subnets).await;
+    let join = async |published: Option<LeaseAttrs>, previous: Option<&str>| {
+        let previous = previous.map(|text| text.parse().unwrap());
+        let options = JoinOptions::default().with_published(published).with_previous(previous);
+        let joined = host.join(&WireguardBackend, &config, options).await.unwrap();
+        (joined.withholds_offers, joined.network.handle().lease)
+    };
+    let (_, signed) = join(None, None).await;
+    let unsigned = LeaseAttrs::from_json(&without_signatures(&signed.attrs.to_json())).unwrap();
+    let own = signed.subnets.to_string();
+    // An earlier version, or Go flannel, wrote the lease. Or the lease had other subnets before.
+    for (published, previous) in [
+        (unsigned.clone(), Some(&own[..])),
+        (unsigned, None),
+        (signed.attrs.clone(), Some(&own)),
+        (signed.attrs.clone(), None),
+    ] {
+        let (withholds, lease) = join(Some(published), previous).await;
+        assert!(!withholds);
+        assert_eq!(lease.attrs, signed.attrs);
+    }
+}
+
+/// An operator writes the lease, for example with the fields in another order. The daemon would
+/// build its network again and again if its own offer differed.
+#[tokio::test]
+async fn a_lease_that_an_operator_writes_is_used_as_it_is() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let subnets = FakeSubnets::with_config(&config("", V4));
+    let network_config = subnets.network_config().await.unwrap();
+    let mut written = peer(PUBLIC, &["198.51.100.1", "2001:db8::1"]);
+    written.preferred.data.v4 = Some(format!(r#"{{"Port":51820,"PublicKey":"{PUBLIC}"}}"#).into());
+    subnets.assign(written.clone());
+    let host = host(&kernel, &subnets).await;
+    let options = JoinOptions::default();
+    let joined = host.join(&WireguardBackend, &network_config, options).await.unwrap();
+    assert!(!joined.withholds_offers);
+    assert_eq!(joined.network.handle().lease.attrs, written);
 }
 
 /// Peers that use the new key too early cannot reach this node.

@@ -1,6 +1,6 @@
-//! Starts processes. A process gets the environment variables that it needs, and no others: the
-//! environment of a daemon has secrets, such as the password of its store, and addresses of sockets
-//! that only the daemon may use, such as `NOTIFY_SOCKET`.
+//! Commands of processes. A process gets the environment variables that it needs, and no others:
+//! the environment of a daemon has secrets, such as the password of its store, and addresses of
+//! sockets that only the daemon may use, such as `NOTIFY_SOCKET`.
 
 use std::ffi::OsStr;
 use std::process::Command;

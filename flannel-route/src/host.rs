@@ -75,7 +75,8 @@ impl Host {
     ///
     /// # Errors
     /// The backend refuses the config or the host, or the lease cannot be acquired
-    /// ([`SubnetManager::acquire_lease`]).
+    /// ([`SubnetManager::acquire_lease`]) or completed ([`SubnetManager::publish`]). After
+    /// [`Error::Conflict`] another call may succeed.
     ///
     /// # Cancel safety
     /// If the future is dropped, a lease may have been acquired. The next call finds it.
@@ -155,39 +156,40 @@ impl Host {
         check_selection(backends.iter().map(|prepared| &prepared.in_use))?;
         let kernel = self.kernel_of(&backends);
         let networks = backends[0].in_use.config.pod_networks().collect();
-        let lease = match &options.lapsed {
+        let (lease, withholds_offers) = match &options.lapsed {
             Some(lease) => {
-                let attrs = attrs(&backends, &options, Some(&lease.subnets));
-                NodeLease::Lapsed(Lease { attrs, ..lease.clone() })
+                let asked = asked(&backends, &options, Some(&lease.subnets));
+                let lease = Lease { attrs: asked.attrs, ..lease.clone() };
+                (NodeLease::Lapsed(lease), asked.withholds_offers)
             }
-            None => NodeLease::Held(self.acquire(&backends, &options).await?),
+            None => self.acquire(&backends, &options).await?,
         };
-        let offers_now = offers(&backends, Some(&lease.lease().subnets));
-        let withholds_offers = lease.lease().attrs.to_json() != offers_now.to_json();
         let joined = build(backends, kernel, lease, networks, options.engine)?;
         Ok(Joined { withholds_offers, ..joined })
     }
 
-    /// Acquires the lease. If an offer depends on the subnets of the lease, the subnets of the last
-    /// lease are expected. If the lease has others, the offers are published again.
+    /// Acquires the lease. If an offer depends on the subnets of the lease, the previous subnets
+    /// are expected. If the lease has others, the offers are published again.
     async fn acquire(
         &self,
         backends: &[PreparedBackend<'_>],
         options: &JoinOptions,
-    ) -> Result<Lease> {
-        let needs_subnets =
-            backends.iter().any(|backend| backend.prepared.complete_offer.is_some());
-        if !needs_subnets || !self.subnets.publishes_attrs() {
-            return self.subnets.acquire_lease(&attrs(backends, options, None)).await;
+    ) -> Result<(NodeLease, bool)> {
+        let depends = |backend: &PreparedBackend<'_>| backend.prepared.complete_offer.is_some();
+        let completes = self.subnets.publishes_attrs() && backends.iter().any(depends);
+        let expected = options.previous.filter(|_| completes);
+        let first = asked(backends, options, expected.as_ref());
+        let lease = self.subnets.acquire_lease(&first.attrs).await?;
+        if !completes || expected == Some(lease.subnets) {
+            return Ok((NodeLease::Held(lease), first.withholds_offers));
         }
-        let expected = self.subnets.hints().await?.previous;
-        let lease =
-            self.subnets.acquire_lease(&attrs(backends, options, expected.as_ref())).await?;
-        if expected == Some(lease.subnets) {
-            return Ok(lease);
-        }
-        let complete = attrs(backends, options, Some(&lease.subnets));
-        self.subnets.publish(&lease, &complete).await
+        let complete = asked(backends, options, Some(&lease.subnets));
+        let lease = if complete.attrs.to_json() == first.attrs.to_json() {
+            lease
+        } else {
+            self.subnets.publish(&lease, &complete.attrs).await?
+        };
+        Ok((NodeLease::Held(lease), complete.withholds_offers))
     }
 
     /// The kernel of a network of these backends, with the records of their record keepers.
@@ -249,17 +251,30 @@ fn build(
     Ok(Joined { network: Box::new(network), withholds_offers: false, needs_handshakes })
 }
 
-/// The attributes to publish in a lease with these subnets, or before the subnets are known.
-fn attrs(
+/// What the store is asked to publish.
+struct Asked {
+    attrs: LeaseAttrs,
+    /// The data of the last run is published, and the backends have other data now.
+    withholds_offers: bool,
+}
+
+/// What to publish in a lease with these subnets, or before the subnets are known.
+fn asked(
     backends: &[PreparedBackend<'_>],
     options: &JoinOptions,
     subnets: Option<&Subnets>,
-) -> LeaseAttrs {
+) -> Asked {
     let now = offers(backends, subnets);
-    match &options.published {
-        Some(last) => with_data_of(last, &now),
-        None => now,
+    let Some(last) = &options.published else {
+        return Asked { attrs: now, withholds_offers: false };
+    };
+    // An offer without what depends on the subnets, or with other subnets, is not another offer.
+    let is_last = |offers: &LeaseAttrs| with_data_of(last, offers).to_json() == offers.to_json();
+    let same = [None, options.previous.as_ref(), subnets];
+    if same.into_iter().any(|subnets| is_last(&offers(backends, subnets))) {
+        return Asked { attrs: now, withholds_offers: false };
     }
+    Asked { attrs: with_data_of(last, &now), withholds_offers: true }
 }
 
 /// The attributes of a lease with the offers of these backends, by rank. The offers are complete if

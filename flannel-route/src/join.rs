@@ -2,7 +2,7 @@
 
 use flannel_core::backend::Prepared;
 use flannel_core::lease::LeaseAttrs;
-use flannel_core::{Backend, Config, Lease, Network};
+use flannel_core::{Backend, Config, Lease, Network, Subnets};
 
 use crate::kernel_network::EngineOptions;
 
@@ -30,6 +30,12 @@ pub struct JoinOptions {
     /// ([`Joined::withholds_offers`]). So the kernel has the new key before peers use it. If it is
     /// `None`, the offers are published at once.
     pub published: Option<LeaseAttrs>,
+    /// The subnets that the lease will probably have
+    /// ([`Hints::previous`](flannel_core::subnet::Hints::previous)). If the lease gets others, or
+    /// if it is `None`, an offer that depends on the subnets
+    /// ([`Prepared::complete_offer`](flannel_core::backend::Prepared::complete_offer)) is written
+    /// twice.
+    pub previous: Option<Subnets>,
     /// Options of the route engine, which runs the networks of kernel objects.
     pub engine: EngineOptions,
 }
@@ -45,6 +51,12 @@ impl JoinOptions {
     #[must_use]
     pub fn with_published(self, published: Option<LeaseAttrs>) -> Self {
         Self { published, ..self }
+    }
+
+    /// Sets [`JoinOptions::previous`].
+    #[must_use]
+    pub fn with_previous(self, previous: Option<Subnets>) -> Self {
+        Self { previous, ..self }
     }
 
     /// Sets [`JoinOptions::engine`].

@@ -334,7 +334,11 @@ impl DataPlane {
         let mut command = self.0.program.command(&self.socket());
         command.stdin(Stdio::null()).process_group(0).spawn().map_err(|error| {
             let program = command.get_program().display();
-            io::Error::new(error.kind(), format!("{program}: {error}; it has to be in PATH"))
+            let hint = match self.0.program {
+                Program::Installed => "; it has to be in PATH",
+                Program::At(_) | Program::This(_) => "",
+            };
+            io::Error::new(error.kind(), format!("{program}: {error}{hint}"))
         })
     }
 

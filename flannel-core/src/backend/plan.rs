@@ -20,12 +20,12 @@ pub type Plan =
     dyn Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejection> + Send + Sync;
 
 /// Whether a lease with these subnets and this offer proves that an object of the plan is its own,
-/// for example by a signature in the backend data. A lease that defines the object otherwise is
-/// then rejected, whichever lease was created first.
+/// for example by a signature in the backend data. A lease that defines the object without a proof
+/// is then rejected, whichever lease was created first.
 ///
 /// A proof is pure, and depends on nothing else, so that all nodes decide alike. It is asked only
-/// if two leases define an object with the same key, so it may be slow. The subnets are all subnets
-/// of the lease, of disabled families too.
+/// if two leases define an object with the same key, so it may be slow. A node may see only the
+/// subnets of the families that its config enables.
 pub type Proof = dyn Fn(&Subnets, &Offer, &Object) -> bool + Send + Sync;
 
 /// What a plan may ask and report. If an answer to a lookup changes, the plan is called again.

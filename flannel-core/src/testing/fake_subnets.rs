@@ -30,6 +30,8 @@ struct Inner {
     ends: watch::Sender<Option<LeaseEnd>>,
     ownership: watch::Sender<Ownership>,
     publishes_readiness: bool,
+    /// What an operator wrote into this node's lease.
+    assigned: Option<LeaseAttrs>,
     reports: Vec<Readiness>,
 }
 
@@ -51,6 +53,7 @@ impl FakeSubnets {
             ends: watch::channel(None).0,
             ownership: watch::channel(Ownership::NotAcquired).0,
             publishes_readiness: false,
+            assigned: None,
             reports: Vec::new(),
         })))
     }
@@ -104,6 +107,12 @@ impl FakeSubnets {
         self.lock().ownership.send_replace(ownership);
     }
 
+    /// From now on an operator writes the attributes of this node's lease: these
+    /// ([`SubnetManager::publishes_attrs`]).
+    pub fn assign(&self, attrs: LeaseAttrs) {
+        self.lock().assigned = Some(attrs);
+    }
+
     /// Sets the answer of [`SubnetManager::publishes_readiness`].
     pub fn set_publishes_readiness(&self, publishes: bool) {
         self.lock().publishes_readiness = publishes;
@@ -154,7 +163,13 @@ impl SubnetManager for FakeSubnets {
         let subnets = Subnets::new(networks.values().copied())
             .expect("a checked config enables a family, and its subnets fit into a key");
         self.set_ownership(Ownership::Held { until: None });
-        Ok(self.lock().write(subnets, attrs.clone()))
+        let mut inner = self.lock();
+        let attrs = inner.assigned.as_ref().unwrap_or(attrs).clone();
+        Ok(inner.write(subnets, attrs))
+    }
+
+    fn publishes_attrs(&self) -> bool {
+        self.lock().assigned.is_none()
     }
 
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {

@@ -265,7 +265,10 @@ impl PeerIndex {
             let hash = hash_of(&self.hasher, &key);
             let first = self.definitions_with_hash(hash, key).next();
             if let Some(first) = first {
-                let before = is_proven(&first.peer.lease, first.object).then_some(first.id);
+                // If there are further definers, the first one is known already.
+                let is_new = !self.further_definers.contains_key(&key);
+                let before =
+                    (is_new && is_proven(&first.peer.lease, first.object)).then_some(first.id);
                 let now = is_proven(&peer.lease, object).then_some(id);
                 self.further_definers.entry(key).or_default().insert(id);
                 sharing = sharing.max(self.share(key, before, now));
@@ -387,7 +390,9 @@ impl PeerIndex {
         }
         for object in peer.objects.iter().filter(|object| expanded.keys.insert(object.key())) {
             let key = object.key();
-            if self.definitions(&key).any(|definition| definition.object != object) {
+            // An equal definition clashes too, if only one of the two is proven.
+            let is_proven = self.proven_by.contains_key(&key);
+            if is_proven || self.definitions(&key).any(|definition| definition.object != object) {
                 found.extend(self.definitions(&key).map(|definition| definition.id));
             }
         }

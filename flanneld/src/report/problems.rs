@@ -251,7 +251,7 @@ impl Found {
                     .remark("on the later of the two nodes: every node accepts the earlier lease"),
                 Rejection::BelongsToAnother { .. } => Remedy::ListLeases.remark(
                     "that node publishes the MAC address or the WireGuard key of another one: is \
-                     it a clone, or hostile?",
+                     it a copy, or hostile?",
                 ),
                 Rejection::OwnAddress(_) => readdress(subnets),
                 Rejection::Rejected(_) | Rejection::BadData(_) => {

@@ -274,6 +274,7 @@ impl<'a> Starter<'a> {
             .with_process_names(self.kernel.clone());
         let options = JoinOptions::default()
             .with_published(hints.last_published.filter(|_| withholds))
+            .with_previous(hints.previous)
             .with_lapsed(hints.lapsed)
             .with_engine(engine);
         Ok(JoinPlan { options, paths, handshakes })
