@@ -12,9 +12,9 @@ use flannel_core::backend::{
 };
 use flannel_core::kernel::Footprint;
 use flannel_core::lease::Offer;
-use flannel_core::object::{Link, LinkName, Route, Via, Wireguard};
+use flannel_core::object::{Link, LinkName, Route, Secret, Via, Wireguard};
 use flannel_core::runtime::blocking;
-use flannel_core::{Backend, Config, Error, Result};
+use flannel_core::{Backend, Config, Error, Result, Subnets};
 
 use self::key::KeyPair;
 pub use self::key::{SECRET, is_key};
@@ -100,13 +100,7 @@ impl Backend for WireguardBackend {
         let underlay = underlay_mtu(options.mtu, Some(uplink), &overhead)
             .map_err(refuse)?
             .unwrap_or(uplink.mtu);
-        let psk = match options.psk.clone() {
-            Some(Psk::File(path)) => {
-                Some(blocking(move || key::read(&path)).await.map_err(refuse)?)
-            }
-            Some(Psk::Key(key)) => Some(key),
-            None => None,
-        };
+        let psk = preshared_key(&options).await?;
         let keys = KeyPair::of(node.secrets).await.map_err(|error| refuse(error.to_string()))?;
         let devices = devices(config, options.mode);
         let ports = ports(config, &options);
@@ -119,8 +113,7 @@ impl Backend for WireguardBackend {
         });
         node.may_change(links.values().cloned().collect()).await?;
         let mtu = links.values().map(|link| link.mtu).min().unwrap_or(underlay);
-        let public_key = keys.public;
-        let data = ports.map(|_, port| plan::backend_data(public_key, *port, None));
+        let data = ports.map(|_, port| plan::backend_data(keys.public, *port, None));
         let offer = Offer::new(uplink.public).with_data(data);
         let footprint = self.footprint(config, Some(uplink.name))?;
         let networks = config.networks.map(|_, pods| pods.network);
@@ -152,13 +145,26 @@ impl Backend for WireguardBackend {
             Ok(blueprint)
         })
         .with_complete_offer(move |subnets, offer| {
-            offer.data = ports.map(|family, port| {
-                let subnet = subnets.iter().find(|subnet| subnet.family() == family);
-                let signature = subnet.map(|subnet| signature::sign(&keys, subnet));
-                plan::backend_data(public_key, *port, signature.as_deref())
-            });
+            offer.data = signed_data(&keys, ports, subnets);
         }))
     }
+}
+
+async fn preshared_key(options: &Options) -> Result<Option<Secret>> {
+    Ok(match options.psk.clone() {
+        Some(Psk::File(path)) => Some(blocking(move || key::read(&path)).await.map_err(refuse)?),
+        Some(Psk::Key(key)) => Some(key),
+        None => None,
+    })
+}
+
+/// The backend data of each family of a lease with these subnets.
+fn signed_data(keys: &KeyPair, ports: Dual<u16>, subnets: &Subnets) -> Dual<Box<str>> {
+    ports.map(|family, port| {
+        let subnet = subnets.iter().find(|subnet| subnet.family() == family);
+        let signature = subnet.map(|subnet| signature::sign(keys, subnet));
+        plan::backend_data(keys.public, *port, signature.as_deref())
+    })
 }
 
 fn refuse(reason: String) -> Error {
