@@ -128,7 +128,9 @@ fn a_stranger_who_has_the_port_already_is_named() {
                         continue;
                     }
                     let at = loopback(is_v6);
-                    let socket = stranger(at, way).unwrap();
+                    // The threads of the data plane before may still close their sockets.
+                    let socket =
+                        eventually(PATIENCE, || stranger(at, way).ok(), || format!("{way:?} {at}"));
                     let of_family = Options { local: vec![at], ..on_loopback(queues) };
                     let start = || Forwarder::start(of_family.clone(), Vec::new(), fails_test);
                     let error = start().unwrap_err();
