@@ -39,18 +39,30 @@ impl MacAddr {
         }
     }
 
+    /// Reads each form of 6 bytes that Go's `net.ParseMAC` reads: `0a:1b:2c:3d:4e:5f`,
+    /// `0a-1b-2c-3d-4e-5f` and `0a1b.2c3d.4e5f`.
     fn parse(text: &str) -> Option<Self> {
-        let mut bytes = [0; 6];
-        let mut parts = text.split(':');
-        for byte in &mut bytes {
-            let part = parts.next()?;
+        let (separator, group) = match text.as_bytes().get(2)? {
+            b':' => (':', 2),
+            b'-' => ('-', 2),
+            _ => ('.', 4),
+        };
+        let mut digits = String::new();
+        for part in text.split(separator) {
             // `from_str_radix` would accept a sign.
-            if part.len() != 2 || !part.bytes().all(|b| b.is_ascii_hexdigit()) {
+            if part.len() != group || !part.bytes().all(|b| b.is_ascii_hexdigit()) {
                 return None;
             }
-            *byte = u8::from_str_radix(part, 16).ok()?;
+            digits.push_str(part);
         }
-        parts.next().is_none().then_some(Self(bytes))
+        if digits.len() != 12 {
+            return None;
+        }
+        let mut bytes = [0; 6];
+        for (n, byte) in bytes.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&digits[2 * n..2 * n + 2], 16).ok()?;
+        }
+        Some(Self(bytes))
     }
 
     /// Whether it can be the address of a device: it is not multicast, and not zero.
@@ -213,9 +225,22 @@ mod tests {
     fn mac_addresses_round_trip() {
         let mac: MacAddr = "AA:bb:cc:0d:EE:ff".parse().unwrap();
         assert_eq!(mac.to_string(), "aa:bb:cc:0d:ee:ff");
-        for bad in
-            ["", "aa:bb:cc:dd:ee", "aa:bb:cc:dd:ee:ff:00", "a:b:c:d:e:f", "+a:bb:cc:dd:ee:ff"]
-        {
+        for form in ["AA-BB-CC-0D-EE-FF", "aabb.cc0d.eeff", "AABB.CC0D.EEFF"] {
+            assert_eq!(form.parse::<MacAddr>().unwrap(), mac, "{form}");
+        }
+        for bad in [
+            "",
+            "aa:bb:cc:dd:ee",
+            "aa:bb:cc:dd:ee:ff:00",
+            "a:b:c:d:e:f",
+            "+a:bb:cc:dd:ee:ff",
+            "aa:bb-cc:dd:ee:ff",
+            "aabb.ccdd",
+            "aabb.ccdd.eeff.0011",
+            "aabb:ccdd:eeff",
+            "aabbccddeeff",
+            "aa:bb:cc:dd:ee:é",
+        ] {
             assert!(bad.parse::<MacAddr>().is_err(), "{bad:?}");
         }
         assert_eq!(MacAddr::local([0xff; 6]).to_string(), "fe:ff:ff:ff:ff:ff");
