@@ -47,7 +47,7 @@ pub struct Echo {
     pub to: IpAddr,
     /// The sequence number.
     pub sequence: u16,
-    /// A random number ([`token`]). No two echoes with the same address and sequence number may
+    /// A random number (`token`). No two echoes with the same address and sequence number may
     /// have the same one.
     pub token: u64,
 }

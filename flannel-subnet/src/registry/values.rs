@@ -81,9 +81,10 @@ pub enum SkipReason {
     /// may be about to correct it.
     #[error("{0}")]
     Unreadable(String),
-    /// The value is larger than [`LARGEST_VALUE`]. All nodes ignore the lease, even those that know
-    /// an earlier value of the key. A node that starts later cannot know that value, and all nodes
-    /// must use the same leases. No new lease gets these subnets.
+    /// The value is larger than [`LARGEST_VALUE`](flannel_core::lease::LARGEST_VALUE). All nodes
+    /// ignore the lease, even those that know an earlier value of the key. A node that starts later
+    /// cannot know that value, and all nodes must use the same leases. No new lease gets these
+    /// subnets.
     #[error(transparent)]
     TooLarge(#[from] TooLarge),
     /// All leases of the store together exceed the size limit, and this lease is left out. Smaller
