@@ -3,7 +3,7 @@
 //! of the families that its config enables.
 //!
 //! The signatures are [XEdDSA](https://signal.org/docs/specifications/xeddsa/), which makes Ed25519
-//! signatures with keys of Curve25519. The nonces are those of Ed25519, which need no randomness.
+//! signatures with keys of Curve25519. The nonces are made as in Ed25519, without randomness.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD as BASE64;

@@ -291,7 +291,7 @@ async fn a_lease_is_signed_when_it_is_written_again() {
     assert_eq!(writes(&views.borrow().origin), writes(&before) + 1);
 }
 
-/// The signature is no other key, so the lease need not wait for the kernel to have it.
+/// A lease that lacks only the signature has the same key, so it need not wait for the kernel.
 #[tokio::test]
 async fn a_lease_without_a_signature_is_signed_at_once() {
     let kernel = FakeKernel::with_uplink("eth0");

@@ -156,11 +156,12 @@ impl Host {
         check_selection(backends.iter().map(|prepared| &prepared.in_use))?;
         let kernel = self.kernel_of(&backends);
         let networks = backends[0].in_use.config.pod_networks().collect();
-        let (lease, withholds_offers) = match &options.lapsed {
+        let Acquired { lease, withholds_offers } = match &options.lapsed {
             Some(lease) => {
-                let asked = asked(&backends, &options, Some(&lease.subnets));
-                let lease = Lease { attrs: asked.attrs, ..lease.clone() };
-                (NodeLease::Lapsed(lease), asked.withholds_offers)
+                let Asked { attrs, withholds_offers } =
+                    asked(&backends, &options, Some(&lease.subnets));
+                let lease = NodeLease::Lapsed(Lease { attrs, ..lease.clone() });
+                Acquired { lease, withholds_offers }
             }
             None => self.acquire(&backends, &options).await?,
         };
@@ -174,14 +175,15 @@ impl Host {
         &self,
         backends: &[PreparedBackend<'_>],
         options: &JoinOptions,
-    ) -> Result<(NodeLease, bool)> {
+    ) -> Result<Acquired> {
         let depends = |backend: &PreparedBackend<'_>| backend.prepared.complete_offer.is_some();
         let completes = self.subnets.publishes_attrs() && backends.iter().any(depends);
         let expected = options.previous.filter(|_| completes);
         let first = asked(backends, options, expected.as_ref());
         let lease = self.subnets.acquire_lease(&first.attrs).await?;
         if !completes || expected == Some(lease.subnets) {
-            return Ok((NodeLease::Held(lease), first.withholds_offers));
+            let lease = NodeLease::Held(lease);
+            return Ok(Acquired { lease, withholds_offers: first.withholds_offers });
         }
         let complete = asked(backends, options, Some(&lease.subnets));
         let lease = if complete.attrs.to_json() == first.attrs.to_json() {
@@ -189,7 +191,8 @@ impl Host {
         } else {
             self.subnets.publish(&lease, &complete.attrs).await?
         };
-        Ok((NodeLease::Held(lease), complete.withholds_offers))
+        let lease = NodeLease::Held(lease);
+        Ok(Acquired { lease, withholds_offers: complete.withholds_offers })
     }
 
     /// The kernel of a network of these backends, with the records of their record keepers.
@@ -249,6 +252,13 @@ fn build(
     let needs_handshakes = blueprints.first().is_some_and(|blueprint| blueprint.handshakes);
     let network = KernelNetwork::new(kernel, lease, networks, blueprints).with_options(options);
     Ok(Joined { network: Box::new(network), withholds_offers: false, needs_handshakes })
+}
+
+/// The lease of this node, with the offers that it publishes.
+struct Acquired {
+    lease: NodeLease,
+    /// [`Asked::withholds_offers`].
+    withholds_offers: bool,
 }
 
 /// What the store is asked to publish.
