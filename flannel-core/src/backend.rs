@@ -46,12 +46,31 @@ pub struct ExternalInterface {
     /// Why this interface was chosen, as a sentence without a full stop: `it has the default
     /// route`. It may be empty.
     pub reason: String,
+    /// Why an address may be unfit for peers, for each family. `None` if nothing is known against
+    /// it, or if a user named it.
+    pub doubts: Dual<AddressDoubt>,
+}
+
+/// Why an address of an [`ExternalInterface`] may be unfit for peers. The greater doubt is the
+/// worse one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum AddressDoubt {
+    /// The interface leads to no other host. The address may be made up, and the same on each host.
+    Isolated,
+    /// The address never expires and is alone in its network (/32, /128), like an address that a
+    /// program moves from host to host, such as keepalived or kube-vip. It may also be the only
+    /// address of the host.
+    Movable,
+    /// The address is link-local.
+    LinkLocal,
 }
 
 impl ExternalInterface {
     /// An interface whose own addresses the node publishes. `mtu` is in bytes. The reason is empty.
     pub const fn new(name: LinkName, mtu: u32, address: Dual<IpAddr>) -> Self {
-        Self { name, mtu, address, public: address, reason: String::new() }
+        let reason = String::new();
+        Self { name, mtu, address, public: address, reason, doubts: Dual { v4: None, v6: None } }
     }
 
     /// Sets [`ExternalInterface::mtu`], in bytes.
@@ -76,6 +95,12 @@ impl ExternalInterface {
     #[must_use]
     pub fn with_reason(self, reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), ..self }
+    }
+
+    /// Sets [`ExternalInterface::doubts`].
+    #[must_use]
+    pub fn with_doubts(self, doubts: Dual<AddressDoubt>) -> Self {
+        Self { doubts, ..self }
     }
 }
 

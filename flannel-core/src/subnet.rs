@@ -179,6 +179,11 @@ pub struct Hints {
     /// Public addresses that the store prescribes for this node. They override the options of the
     /// node.
     pub public: Dual<IpAddr>,
+    /// Names, addresses or networks (CIDR) that the store prescribes for the external interface of
+    /// this node, the preferred one first. If there is one, options of the node do not select it.
+    pub interface: Vec<String>,
+    /// The addresses of this node in the store, such as the `InternalIP` of a Kubernetes node.
+    pub node_addresses: Dual<IpAddr>,
     /// Public addresses that the store publishes in place of the addresses in the attributes.
     pub advertised: Dual<IpAddr>,
     /// The attributes that this node published last, or `None` if they are not known. They let a
@@ -196,6 +201,18 @@ impl Hints {
     #[must_use]
     pub fn with_public(self, public: Dual<IpAddr>) -> Self {
         Self { public, ..self }
+    }
+
+    /// Sets [`Hints::interface`].
+    #[must_use]
+    pub fn with_interface(self, interface: Vec<String>) -> Self {
+        Self { interface, ..self }
+    }
+
+    /// Sets [`Hints::node_addresses`].
+    #[must_use]
+    pub fn with_node_addresses(self, node_addresses: Dual<IpAddr>) -> Self {
+        Self { node_addresses, ..self }
     }
 
     /// Sets [`Hints::advertised`].

@@ -14,6 +14,6 @@ mod follow;
 mod selectors;
 
 pub use choose::{Attempt, SelectError, choose};
-pub use facts::{Address, DefaultRoute, Facts, Interface};
+pub use facts::{Address, DefaultRoute, Facts, Interface, NextHop};
 pub use follow::{InterfaceState, worse};
 pub use selectors::Selectors;

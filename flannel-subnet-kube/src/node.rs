@@ -9,6 +9,7 @@ pub(crate) mod prefix;
 use std::borrow::Cow;
 use std::fmt;
 use std::hash::{BuildHasher, Hasher};
+use std::net::IpAddr;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LARGEST_VALUE, Revision, TooLarge};
@@ -22,6 +23,8 @@ use prefix::Prefix;
 
 /// The condition for a node's network.
 pub(crate) const CONDITION: &str = "NetworkUnavailable";
+/// The type of a node's address inside its cluster.
+const INTERNAL_IP: &str = "InternalIP";
 
 /// One line of a watch.
 #[derive(Debug, Deserialize)]
@@ -121,12 +124,16 @@ impl Wire<'_> {
             decode(self.metadata.creation_timestamp, "metadata.creationTimestamp")?;
         let status: Status = decode(self.status, "status")?;
         let condition = status.conditions.into_iter().find(|condition| condition.kind == CONDITION);
+        let internal = status.addresses.iter().filter(|address| address.kind == INTERNAL_IP);
+        // The first one of each family is the node's address for other components.
+        let internal = internal.rev().filter_map(|address| address.address.parse::<IpAddr>().ok());
         Ok(Node {
             name: self.metadata.name.as_ref().into(),
             created: sortable_time(&created),
             pod_cidrs,
             values,
             condition,
+            internal: internal.collect(),
         })
     }
 
@@ -202,6 +209,16 @@ fn sortable_time(text: &str) -> u64 {
 #[serde(default)]
 struct Status {
     conditions: Vec<Condition>,
+    addresses: Vec<NodeAddress>,
+}
+
+/// An address of a node.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct NodeAddress {
+    #[serde(rename = "type")]
+    kind: String,
+    address: String,
 }
 
 /// A condition of a node, without its heartbeat.
@@ -229,6 +246,8 @@ pub(crate) struct Node {
     pub(crate) values: Values,
     /// The condition [`CONDITION`].
     pub(crate) condition: Option<Condition>,
+    /// Its addresses of type `InternalIP`.
+    pub(crate) internal: Dual<IpAddr>,
 }
 
 /// The lease of a node.

@@ -403,18 +403,22 @@ mod tests {
             Verb::Cleanup(flags) if flags.interface.iface == ["eth7"]));
         let all = [
             ("FLANNELD_IFACE_REGEX", "^eth"),
+            ("FLANNELD_IFACE_CIDR", "192.0.2.0/24"),
+            ("FLANNELD_IFACE_NODE_IP", "true"),
             ("FLANNELD_IFACE_CAN_REACH", "192.0.2.9"),
             ("FLANNELD_PUBLIC_IP", "192.0.2.1"),
             ("FLANNELD_PUBLIC_IPV6", "2001:db8::1"),
         ];
         let given = Selectors {
-            iface: Vec::new(),
             iface_regex: vec!["^eth".to_owned()],
+            iface_cidr: vec!["192.0.2.0/24".parse().unwrap()],
+            by_node_address: true,
             can_reach: Some("192.0.2.9".parse().unwrap()),
             public: ["192.0.2.1", "2001:db8::1"]
                 .map(|address| address.parse::<IpAddr>().unwrap())
                 .into_iter()
                 .collect(),
+            ..Selectors::default()
         };
         for verb in ["cleanup", "doctor"] {
             let (Verb::Cleanup(CleanupFlags { interface, .. })

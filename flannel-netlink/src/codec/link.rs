@@ -101,6 +101,8 @@ pub(crate) struct LinkMessage {
     pub(crate) mtu: u32,
     /// `IFF_UP`: the device is set up by an administrator, whatever its carrier is.
     pub(crate) up: bool,
+    /// It sends no packet to another host: the loopback device or a dummy device.
+    pub(crate) isolated: bool,
     /// The device uses ARP and neighbour discovery (no `IFF_NOARP`), or has no MAC address.
     arp: bool,
     /// The device is a port of another device. A bridge or a bond gets all packets that the port
@@ -162,6 +164,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         name: name?,
         mtu,
         up: has(Iff::UP),
+        isolated: has(Iff::LOOPBACK) || info.kind_name == "dummy",
         arp: mac.is_none() || !has(Iff::NOARP),
         enslaved,
         proto_down,

@@ -6,6 +6,7 @@ use flannel_core::kernel::{KernelEvent, ROUTE_PROTOCOL};
 use flannel_core::object::{Key, LinkName, Nexthop, Object};
 use neli::consts::nl::NlmF;
 
+use super::route::{Hop, UNUSABLE};
 use super::{EventMessage, af_of, event, put_flags};
 use crate::transport::wire::{Message, Messages, ip_of, u32_of};
 
@@ -81,6 +82,14 @@ pub(crate) fn group(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
         }
     }
     Some((group, nexthops?))
+}
+
+/// Reads `RTM_NEWNEXTHOP` as a next hop of a route. Its index is 0 for a group or a blackhole.
+/// `None` if the message is malformed.
+pub(crate) fn hop(message: &Message<'_>) -> Option<Hop> {
+    let (&[_, _, _, _, flags @ ..], _) = message.split::<HEADER>()?;
+    let usable = u32::from_ne_bytes(flags) & UNUSABLE == 0;
+    read(message).map(|read| Hop { index: read.index, gateway: read.gateway, usable })
 }
 
 impl NexthopMessage {

@@ -4,6 +4,7 @@
 //! (multipath) is unrepresentable. A route with a source address or with metrics other than the MTU
 //! is inexact: the route engine puts it again if it is desired, and deletes it otherwise.
 
+mod hops;
 mod request;
 
 use std::fmt;
@@ -16,6 +17,7 @@ use flannel_core::object::{Key, LinkName, Object, Route, Via};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{RtScope, Rta, Rtm, Rtn, Rtprot};
 
+pub(crate) use self::hops::{Hop, UNUSABLE, hops};
 pub(crate) use self::request::{
     add, all, delete, delete_any, delete_found, everywhere, in_table, is_known, lookup,
     only_with_mtu, put,

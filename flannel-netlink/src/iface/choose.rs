@@ -1,16 +1,18 @@
 //! The choice of the interface: selectors are tried in a fixed order, and the first match is used.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
 
+use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
-use flannel_core::backend::ExternalInterface;
+use flannel_core::backend::{AddressDoubt, ExternalInterface};
 use flannel_core::kernel::KernelError;
 use flannel_core::object::LinkName;
 use regex_lite::Regex;
 
 use super::selectors::Selector;
-use super::{Facts, Interface, Selectors};
+use super::{Address, DefaultRoute, Facts, Interface, NextHop, Selectors};
 
 /// Why no external interface was chosen.
 #[derive(Debug, thiserror::Error)]
@@ -46,44 +48,78 @@ fn list(tried: &[Attempt]) -> String {
     tried.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
+/// The MTU of an interface that leads to no other host, if the devices by which packets leave are
+/// not known: the MTU of Ethernet, in bytes.
+const USUAL_MTU: u32 = 1500;
+
 /// A matching interface, with an address of each enabled family.
 struct Found<'a> {
     interface: &'a Interface,
-    address: Dual<IpAddr>,
+    address: Dual<Candidate>,
+    /// A user named the interface or an address of it.
+    named: bool,
     reason: String,
+}
+
+/// An address that may be chosen.
+#[derive(Debug, Clone, Copy)]
+struct Candidate {
+    address: IpAddr,
+    doubt: Option<AddressDoubt>,
+}
+
+impl Candidate {
+    /// An address that a user named.
+    const fn named(address: IpAddr) -> Self {
+        Self { address, doubt: None }
+    }
 }
 
 /// The inputs of the choice.
 struct Choice<'a> {
     facts: &'a Facts,
     families: Vec<Family>,
-    public: Dual<IpAddr>,
+    selectors: &'a Selectors,
 }
 
 /// Chooses the external interface of a network of these families. It must have a usable address of
 /// each.
 ///
-/// Selectors are tried in this order: each of [`Selectors::iface`], each of
-/// [`Selectors::iface_regex`], [`Selectors::can_reach`]. Without any of these, a public address
-/// (IPv4 before IPv6) must be on the interface. Without a public address, the default route
-/// decides. If the selector names no address, the best address of the interface is used: global
-/// before link-local, permanent before expiring, stable before temporary.
+/// [`Selectors`] has the order in which selectors are tried. An interface by whose address it is
+/// selected needs a matching address in one family only, but one with matching addresses in all
+/// families is preferred. The default route may have several next hops: the interface of the first
+/// usable one is chosen, if possible one that both families use. If only one family has a default
+/// route, that route decides.
+///
+/// If the selector names no address, the best address of the interface is used. These rules decide,
+/// in this order:
+/// 1. The address with the least [`AddressDoubt`]. There is none about the source address that the
+///    default route sets.
+/// 2. A stable IPv6 address before a temporary one.
+/// 3. The source address that the default route sets.
+/// 4. The [previous](Selectors::previous) address of this host.
+/// 5. The source address that the kernel uses for packets to the gateway of the default route.
+/// 6. A primary IPv4 address before a secondary one.
+/// 7. An address that does not expire.
 ///
 /// The public address in the result comes from [`Selectors::public`], or else is the address of the
 /// interface. A public IPv6 address in the selectors is kept even if IPv6 is not enabled.
+///
+/// The MTU of an interface that leads to no other host is that of the interfaces of the default
+/// routes, if it is smaller. Without such an interface it is at most 1500 bytes.
 ///
 /// # Errors
 /// [`SelectError::NoneFits`], with the reason for each selector.
 ///
 /// **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, `main.go: main`. Where Go flannel
-/// panics or uses an address of the wrong family, this is an error.
+/// panics or uses an address of the wrong family, this is an error. Go flannel uses the first
+/// address of the interface, and refuses a default route with several next hops.
 pub fn choose(
     selectors: &Selectors,
     families: impl IntoIterator<Item = Family>,
     facts: &Facts,
 ) -> Result<ExternalInterface, SelectError> {
-    let choice =
-        Choice { facts, families: families.into_iter().collect(), public: selectors.public };
+    let choice = Choice { facts, families: families.into_iter().collect(), selectors };
     let mut tried = Vec::new();
     for selector in selectors.in_order() {
         match choice.find(&selector).and_then(|found| choice.finish(found)) {
@@ -98,14 +134,24 @@ impl<'a> Choice<'a> {
     /// The interface that matches a selector, or the reason why no interface does.
     fn find(&self, selector: &Selector<'_>) -> Result<Found<'a>, String> {
         match selector {
-            Selector::Iface(text) => match text.parse() {
-                Ok(address) => self.by_address(address),
-                Err(_) => self.by_name(text),
+            Selector::Prescribed(text) => match text.parse::<Subnet>() {
+                Ok(network) => self.by_cidr(&[network]),
+                Err(_) => self.by_address_or_name(text),
             },
+            Selector::Iface(text) => self.by_address_or_name(text),
             Selector::IfaceRegex(regex) => self.by_regex(regex),
+            Selector::IfaceCidr(networks) => self.by_cidr(networks),
+            Selector::NodeAddress => self.by_node_address(),
             Selector::CanReach(address) => self.by_reach(*address),
             Selector::Public(address) => self.by_address(*address),
             Selector::DefaultRoute => self.by_default_route(),
+        }
+    }
+
+    fn by_address_or_name(&self, text: &str) -> Result<Found<'a>, String> {
+        match text.parse() {
+            Ok(address) => self.by_address(address),
+            Err(_) => self.by_name(text),
         }
     }
 
@@ -124,7 +170,7 @@ impl<'a> Choice<'a> {
             .iter()
             .find(|interface| has(interface, address))
             .ok_or_else(|| format!("no interface has the address {address}"))?;
-        let public_v6 = self.public.v6.filter(|_| self.families.len() > 1);
+        let public_v6 = self.selectors.public.v6.filter(|_| self.families.len() > 1);
         if let Some(public) = public_v6.filter(|public| !has(interface, *public)) {
             return Err(format!(
                 "{} has {address} but not the public address {public}",
@@ -132,39 +178,33 @@ impl<'a> Choice<'a> {
             ));
         }
         let address_of = |wanted| match public_v6 {
-            _ if wanted == family => Ok(address),
-            Some(public) if wanted == Family::V6 => Ok(public),
-            _ => best(interface, wanted),
+            _ if wanted == family => Ok(Candidate::named(address)),
+            Some(public) if wanted == Family::V6 => Ok(Candidate::named(public)),
+            _ => self.best(interface, wanted),
         };
         Ok(Found {
             interface,
             address: self.addresses(address_of)?,
+            named: true,
             reason: format!("it has the address {address}"),
         })
     }
 
     fn by_name(&self, name: &str) -> Result<Found<'a>, String> {
         let interface = self.interface(name).ok_or_else(|| format!("no interface named {name}"))?;
-        self.with_best(interface, format!("it is named {name}"))
+        self.with_best(interface, true, format!("it is named {name}"))
     }
 
-    /// The first interface with a matching address in each enabled family. If there is none, the
-    /// first interface with a matching name.
+    /// The first interface with a matching address. If there is none, the first interface with a
+    /// matching name.
     fn by_regex(&self, text: &str) -> Result<Found<'a>, String> {
         let regex =
             Regex::new(text).map_err(|error| format!("not a regular expression: {error}"))?;
-        for interface in &self.facts.interfaces {
-            let matching = self.addresses(|family| {
-                candidates(interface, family)
-                    .into_iter()
-                    .find(|address| regex.is_match(&address.to_string()))
-                    .ok_or_else(String::new)
-            });
-            if let Ok(address) = matching {
-                let texts: Vec<String> = address.values().map(ToString::to_string).collect();
-                let reason = format!("its address {} matches {text}", texts.join(" and "));
-                return Ok(Found { interface, address, reason });
-            }
+        let matches = |address: IpAddr| regex.is_match(&address.to_string());
+        if let Some(found) =
+            self.by_matching(matches, |texts| format!("its address {texts} matches {text}"))
+        {
+            return found;
         }
         let interface = self
             .facts
@@ -172,7 +212,52 @@ impl<'a> Choice<'a> {
             .iter()
             .find(|interface| regex.is_match(interface.name.as_str()))
             .ok_or_else(|| "matches no interface's addresses and no name".to_owned())?;
-        self.with_best(interface, format!("its name matches {text}"))
+        self.with_best(interface, true, format!("its name matches {text}"))
+    }
+
+    fn by_cidr(&self, networks: &[Subnet]) -> Result<Found<'a>, String> {
+        let matches = |address| networks.iter().any(|network| network.contains(address));
+        self.by_matching(matches, |texts| format!("its address {texts} is in one of the networks"))
+            .unwrap_or_else(|| Err("no interface has a usable address there".to_owned()))
+    }
+
+    fn by_node_address(&self) -> Result<Found<'a>, String> {
+        let known = self.selectors.node_addresses;
+        if known.is_empty() {
+            return Err("the store knows no address of this host".to_owned());
+        }
+        let texts = joined(known.values());
+        let matches = |address| known.values().any(|known| *known == address);
+        self.by_matching(matches, |texts| format!("its address {texts} is one of the node"))
+            .unwrap_or_else(|| Err(format!("no interface has the address {texts}")))
+    }
+
+    /// The first interface with a usable address for which `matches` is true in each enabled
+    /// family. If there is none, the first interface with such an address in one family, and its
+    /// best address of the other family. `None` if no address matches. `reason` gets the matching
+    /// addresses.
+    fn by_matching(
+        &self,
+        matches: impl Fn(IpAddr) -> bool,
+        reason: impl Fn(&str) -> String,
+    ) -> Option<Result<Found<'a>, String>> {
+        let matching = |interface: &Interface, family| {
+            self.candidates(interface, family).into_iter().find(|found| matches(found.address))
+        };
+        let count = |interface: &&Interface| {
+            self.families.iter().filter(|family| matching(interface, **family).is_some()).count()
+        };
+        let interfaces = || self.facts.interfaces.iter();
+        let find = |least| interfaces().find(|interface| count(interface) >= least);
+        let interface = find(self.families.len().max(1)).or_else(|| find(1))?;
+        let address = self.addresses(|family| {
+            matching(interface, family).map_or_else(|| self.best(interface, family), Ok)
+        });
+        let found = address.map(|address| {
+            let texts = joined(address.values().map(|found| found.address).filter(|a| matches(*a)));
+            Found { interface, address, named: true, reason: reason(&texts) }
+        });
+        Some(found)
     }
 
     fn by_reach(&self, address: IpAddr) -> Result<Found<'a>, String> {
@@ -185,37 +270,77 @@ impl<'a> Choice<'a> {
         // The kernel's source address is used for IPv4 only, as in Go flannel.
         let source = answer.source.filter(|source| source.is_ipv4() && address.is_ipv4());
         let address_of = |family| match source {
-            Some(source) if family == Family::V4 => Ok(source),
-            _ => best(interface, family),
+            Some(source) if family == Family::V4 => Ok(Candidate::named(source)),
+            _ => self.best(interface, family),
         };
         Ok(Found {
             interface,
             address: self.addresses(address_of)?,
+            named: false,
             reason: format!("the route to {address} uses it"),
         })
     }
 
-    /// In dual stack both default routes must use the same interface.
+    /// In dual stack, if both families have a default route, both must be able to use the
+    /// interface.
     fn by_default_route(&self) -> Result<Found<'a>, String> {
-        let mut chosen: Option<LinkName> = None;
-        for family in &self.families {
-            let route = self.facts.default[*family]
-                .ok_or_else(|| format!("there is no {family} default route"))?;
-            let link = route.link.ok_or_else(|| {
-                format!("the {family} default route does not leave by a single interface")
-            })?;
-            match chosen {
-                Some(other) if other != link => {
-                    return Err(format!(
-                        "IPv4 leaves by {other} but {family} by {link}: name one with iface"
-                    ));
-                }
-                _ => chosen = Some(link),
+        let uplinks: Vec<_> = self
+            .families
+            .iter()
+            .map(|family| (*family, self.uplinks(*family)))
+            .filter(|(_, links)| !links.is_empty())
+            .collect();
+        let Some((first, links)) = uplinks.first() else {
+            let families: Vec<_> = self.families.iter().map(ToString::to_string).collect();
+            return Err(match families[..] {
+                [] => "no address family is enabled".to_owned(),
+                _ => format!("there is no {} default route", families.join(" or ")),
+            });
+        };
+        let is_of_all = |link: &LinkName| uplinks.iter().all(|(_, links)| links.contains(link));
+        let Some(link) = links.iter().find(|link| is_of_all(link)) else {
+            let (other, others) = &uplinks[uplinks.len() - 1];
+            return Err(format!(
+                "{first} leaves by {} but {other} by {}: name one with iface",
+                joined(links),
+                joined(others)
+            ));
+        };
+        let interface = self.interface(link.as_str()).ok_or_else(|| format!("{link} is gone"))?;
+        let all: BTreeSet<_> = uplinks.iter().flat_map(|(_, links)| links).collect();
+        let others = joined(all.into_iter().filter(|other| *other != link));
+        let mut reason = "it has the default route".to_owned();
+        if !others.is_empty() {
+            reason = format!("{reason}, which also uses {others}");
+        }
+        if interface.isolated {
+            reason = format!("{reason}, although it leads to no other host");
+        }
+        self.with_best(interface, false, reason)
+    }
+
+    /// The interfaces of the default route of a family, those that packets can use first. The list
+    /// is empty without a default route. Of several default routes it is the first that leads to
+    /// other hosts.
+    fn uplinks(&self, family: Family) -> Vec<LinkName> {
+        let is_isolated = |link: LinkName| {
+            self.interface(link.as_str()).is_none_or(|interface| interface.isolated)
+        };
+        let unfitness = |hop: &NextHop| (is_isolated(hop.link), !hop.usable);
+        let routes = self.facts.default.iter().filter(|route| route.family == family);
+        let fittest = |route: &DefaultRoute| route.hops.iter().map(unfitness).min();
+        // The first of equally good routes. A route without next hops is no way out.
+        let route =
+            routes.filter(|route| !route.hops.is_empty()).min_by_key(|route| fittest(route));
+        let mut hops = route.map(|route| route.hops.clone()).unwrap_or_default();
+        hops.sort_by_key(unfitness);
+        let mut links = Vec::new();
+        for hop in hops {
+            if !links.contains(&hop.link) {
+                links.push(hop.link);
             }
         }
-        let link = chosen.ok_or("no address family is enabled")?;
-        let interface = self.interface(link.as_str()).ok_or_else(|| format!("{link} is gone"))?;
-        self.with_best(interface, "it has the default route".to_owned())
+        links
     }
 
     fn interface(&self, name: &str) -> Option<&'a Interface> {
@@ -223,52 +348,133 @@ impl<'a> Choice<'a> {
     }
 
     /// A match of the interface, with its best address of each enabled family.
-    fn with_best(&self, interface: &'a Interface, reason: String) -> Result<Found<'a>, String> {
-        Ok(Found { interface, address: self.addresses(|family| best(interface, family))?, reason })
+    fn with_best(
+        &self,
+        interface: &'a Interface,
+        named: bool,
+        reason: String,
+    ) -> Result<Found<'a>, String> {
+        let address = self.addresses(|family| self.best(interface, family))?;
+        Ok(Found { interface, address, named, reason })
     }
 
     /// An address for each enabled family, or the first error of `find`.
     fn addresses(
         &self,
-        find: impl Fn(Family) -> Result<IpAddr, String>,
-    ) -> Result<Dual<IpAddr>, String> {
-        self.families.iter().map(|family| find(*family)).collect()
+        find: impl Fn(Family) -> Result<Candidate, String>,
+    ) -> Result<Dual<Candidate>, String> {
+        let mut found = Dual::default();
+        for family in &self.families {
+            found[*family] = Some(find(*family)?);
+        }
+        Ok(found)
+    }
+
+    /// The best usable address of a family, or an error that names the interface.
+    fn best(&self, interface: &Interface, family: Family) -> Result<Candidate, String> {
+        match self.candidates(interface, family)[..] {
+            [best, ..] => Ok(best),
+            [] => Err(format!("{} has no usable {family} address", interface.name)),
+        }
+    }
+
+    /// The usable addresses of a family, the best one first. Equally good ones are in the kernel's
+    /// order.
+    fn candidates(&self, interface: &Interface, family: Family) -> Vec<Candidate> {
+        let routes = self.facts.default.iter().filter(|route| route.family == family);
+        let hops: Vec<(&DefaultRoute, &NextHop)> = routes
+            .flat_map(|route| route.hops.iter().map(move |hop| (route, hop)))
+            .filter(|(_, hop)| hop.link == interface.name)
+            .collect();
+        let given = hops.iter().find_map(|(route, _)| route.source);
+        let usual = hops.iter().find_map(|(_, hop)| hop.source);
+        let previous = self.selectors.previous[family];
+        let mut usable: Vec<_> = usable(interface, family)
+            .map(|a| {
+                let is_given = given == Some(a.address);
+                let doubt = doubt(interface, a).filter(|_| !is_given);
+                let rank = (
+                    doubt,
+                    a.temporary && family == Family::V6,
+                    !is_given,
+                    previous != Some(a.address),
+                    usual != Some(a.address),
+                    a.temporary,
+                    !a.permanent,
+                );
+                (rank, Candidate { address: a.address, doubt })
+            })
+            .collect();
+        usable.sort_by_key(|(rank, _)| *rank);
+        usable.into_iter().map(|(_, candidate)| candidate).collect()
     }
 
     /// The result for a matching interface. An MTU of 0 is an error.
     fn finish(&self, found: Found<'_>) -> Result<ExternalInterface, String> {
-        let Found { interface, address, reason } = found;
-        if interface.mtu == 0 {
+        let Found { interface, address: candidates, named, reason } = found;
+        let mtu = mtu(interface, self.facts);
+        if mtu == 0 {
             return Err(format!("{} has the MTU 0", interface.name));
         }
+        let address = candidates.map(|_, found| found.address);
+        let doubts = Dual::from_fn(|family| {
+            let doubt = candidates[family]?.doubt?;
+            (!named || doubt != AddressDoubt::Isolated).then_some(doubt)
+        });
         let public = Dual::from_fn(|family| {
             let is_published = family == Family::V6 || self.families.contains(&family);
-            self.public[family].filter(|_| is_published).or(address[family])
+            self.selectors.public[family].filter(|_| is_published).or(address[family])
         });
-        Ok(ExternalInterface::new(interface.name, interface.mtu, address)
+        Ok(ExternalInterface::new(interface.name, mtu, address)
             .with_public(public)
-            .with_reason(reason))
+            .with_reason(reason)
+            .with_doubts(doubts))
     }
 }
 
-/// The best usable address of a family, or an error that names the interface.
-pub(super) fn best(interface: &Interface, family: Family) -> Result<IpAddr, String> {
-    match candidates(interface, family)[..] {
-        [best, ..] => Ok(best),
-        [] => Err(format!("{} has no usable {family} address", interface.name)),
-    }
+/// `eth0 and eth1`.
+fn joined(items: impl IntoIterator<Item = impl ToString>) -> String {
+    items.into_iter().map(|item| item.to_string()).collect::<Vec<_>>().join(" and ")
 }
 
-/// The usable addresses of a family, the best one first. Equally good ones are in the kernel's
-/// order.
-fn candidates(interface: &Interface, family: Family) -> Vec<IpAddr> {
-    let mut usable: Vec<_> = interface
+/// The MTU of the packets that leave this host with the addresses of the interface, in bytes.
+pub(super) fn mtu(interface: &Interface, facts: &Facts) -> u32 {
+    if !interface.isolated {
+        return interface.mtu;
+    }
+    let hops = facts.default.iter().flat_map(|route| &route.hops);
+    let uplinks = facts
+        .interfaces
+        .iter()
+        .filter(|other| !other.isolated && hops.clone().any(|hop| hop.link == other.name));
+    let leaving = uplinks.map(|uplink| uplink.mtu).min().unwrap_or(USUAL_MTU);
+    interface.mtu.min(leaving)
+}
+
+/// The usable addresses of a family, in the kernel's order.
+fn usable(interface: &Interface, family: Family) -> impl Iterator<Item = &Address> {
+    interface
         .addresses
         .iter()
-        .filter(|a| a.usable && Family::of(a.address) == family && is_unicast(a.address))
-        .collect();
-    usable.sort_by_key(|a| (is_link_local(a.address), !a.permanent, a.temporary));
-    usable.into_iter().map(|a| a.address).collect()
+        .filter(move |a| a.usable && Family::of(a.address) == family && is_unicast(a.address))
+}
+
+/// The doubt about an address that the default route does not set.
+fn doubt(interface: &Interface, address: &Address) -> Option<AddressDoubt> {
+    if is_link_local(address.address) {
+        Some(AddressDoubt::LinkLocal)
+    } else if interface.isolated {
+        Some(AddressDoubt::Isolated)
+    } else if address.permanent && address.alone {
+        Some(AddressDoubt::Movable)
+    } else {
+        None
+    }
+}
+
+/// The least doubt about the usable addresses of a family, or `None` without a usable address.
+pub(super) fn least_doubt(interface: &Interface, family: Family) -> Option<Option<AddressDoubt>> {
+    usable(interface, family).map(|address| doubt(interface, address)).min()
 }
 
 fn is_unicast(address: IpAddr) -> bool {
@@ -276,7 +482,7 @@ fn is_unicast(address: IpAddr) -> bool {
     !address.is_unspecified() && !address.is_loopback() && !address.is_multicast() && !is_broadcast
 }
 
-pub(super) fn is_link_local(address: IpAddr) -> bool {
+fn is_link_local(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => v4.is_link_local(),
         IpAddr::V6(v6) => v6.is_unicast_link_local(),
@@ -287,7 +493,6 @@ pub(super) fn is_link_local(address: IpAddr) -> bool {
 mod tests {
     use flannel_core::kernel::RouteAnswer;
 
-    use super::super::{Address, DefaultRoute};
     use super::*;
 
     const V4: [Family; 1] = [Family::V4];
@@ -300,18 +505,19 @@ mod tests {
             usable: true,
             permanent: true,
             temporary: false,
+            alone: false,
         };
         Interface {
             name: name.parse().unwrap(),
             mtu: 1500,
             up: true,
+            isolated: name == "lo",
             addresses: addresses.iter().map(address).collect(),
         }
     }
 
     /// A host with three interfaces. The default routes use eth0.
     fn facts() -> Facts {
-        let default = Some(DefaultRoute { link: Some("eth0".parse().unwrap()) });
         Facts {
             interfaces: vec![
                 interface("lo", &["127.0.0.1", "::1"]),
@@ -322,17 +528,27 @@ mod tests {
                 interface("eth1", &["198.51.100.1", "2001:db8:1::1", "2001:db8:1::2"]),
                 interface("wg0", &["10.9.0.1"]),
             ],
-            default: Dual { v4: default, v6: default },
+            default: Family::BOTH.map(|family| default_route(family, &["eth0"])).to_vec(),
             reach: None,
         }
+    }
+
+    /// A default route with usable next hops. A name in brackets is that of an unusable one.
+    fn default_route(family: Family, links: &[&str]) -> DefaultRoute {
+        let hop = |link: &&str| NextHop {
+            link: link.trim_matches(['(', ')']).parse().unwrap(),
+            usable: !link.starts_with('('),
+            source: None,
+        };
+        DefaultRoute { family, source: None, hops: links.iter().map(hop).collect() }
     }
 
     fn selectors(iface: &[&str], regex: &[&str], public: &[&str]) -> Selectors {
         Selectors {
             iface: iface.iter().map(ToString::to_string).collect(),
             iface_regex: regex.iter().map(ToString::to_string).collect(),
-            can_reach: None,
             public: public.iter().map(|text| text.parse::<IpAddr>().unwrap()).collect(),
+            ..Selectors::default()
         }
     }
 
@@ -416,15 +632,25 @@ mod tests {
                 "eth0 - 2001:db8::1",
                 "eth0 192.0.2.1 2001:db8::1",
             ),
-            // Regular expressions: addresses before names; in dual stack both families must match.
+            // Regular expressions: addresses before names; in dual stack one family is enough.
             (
                 none,
                 &[r"^192\.0\.2\.2$|^2001:db8:1::2"],
                 none,
                 "eth0 192.0.2.2 -",
                 "eth1 - 2001:db8:1::2",
-                "no external interface: iface-regex ^192\\.0\\.2\\.2$|^2001:db8:1::2: matches no \
-                 interface's addresses and no name",
+                "eth0 192.0.2.2 2001:db8::1",
+            ),
+            (
+                none,
+                &["^203"],
+                none,
+                "no external interface: iface-regex ^203: matches no interface's addresses and no \
+                 name",
+                "no external interface: iface-regex ^203: matches no interface's addresses and no \
+                 name",
+                "no external interface: iface-regex ^203: matches no interface's addresses and no \
+                 name",
             ),
             (
                 none,
@@ -553,36 +779,247 @@ mod tests {
     }
 
     #[test]
-    fn unusable_default_routes_are_errors() {
-        let none = Selectors::default();
-        let other = Facts {
-            default: Dual {
-                v6: Some(DefaultRoute { link: Some("eth1".parse().unwrap()) }),
-                ..facts().default
-            },
-            ..facts()
-        };
+    fn the_default_route_leads_to_the_interface() {
+        let v4 = |links: &[&str]| default_route(Family::V4, links);
+        let v6 = |links: &[&str]| default_route(Family::V6, links);
+        let eth0 = "eth0 192.0.2.1 2001:db8::1";
+        let eth1 = "eth1 198.51.100.1 2001:db8:1::1";
+        let none = "there is no IPv4 or IPv6 default route";
+        for (default, want) in [
+            (vec![v4(&["eth0"]), v6(&["eth0"])], Ok((eth0, "it has the default route"))),
+            (vec![v4(&["eth0", "eth0"]), v6(&["eth0"])], Ok((eth0, "it has the default route"))),
+            // Several devices.
+            (
+                vec![v4(&["eth1", "eth0"]), v6(&["eth1"])],
+                Ok((eth1, "it has the default route, which also uses eth0")),
+            ),
+            (
+                vec![v4(&["(eth1)", "eth0"]), v6(&["eth0", "eth1"])],
+                Ok((eth0, "it has the default route, which also uses eth1")),
+            ),
+            (
+                vec![v4(&["eth0", "eth1"]), v6(&["eth1"])],
+                Ok((eth1, "it has the default route, which also uses eth0")),
+            ),
+            (
+                vec![v4(&["eth0", "eth1"]), v6(&["wg0"])],
+                Err("IPv4 leaves by eth0 and eth1 but IPv6 by wg0: name one with iface"),
+            ),
+            // Several routes: the kernel prefers the first one.
+            (
+                vec![v4(&["eth0"]), v4(&["eth1"]), v6(&["eth0"])],
+                Ok((eth0, "it has the default route")),
+            ),
+            (
+                vec![v4(&["(eth0)"]), v4(&["eth1"]), v6(&["eth1"])],
+                Ok((eth1, "it has the default route")),
+            ),
+            // A route without next hops, and one that leads to no other host.
+            (vec![v4(&[]), v4(&["lo"]), v4(&["eth1"])], Ok((eth1, "it has the default route"))),
+            // One family has no default route.
+            (vec![v6(&["eth1"])], Ok((eth1, "it has the default route"))),
+            (vec![v4(&["eth1"])], Ok((eth1, "it has the default route"))),
+            (vec![v4(&["wg0"])], Err("wg0 has no usable IPv6 address")),
+            (vec![v4(&["eth0"]), v6(&["eth1"])], {
+                Err("IPv4 leaves by eth0 but IPv6 by eth1: name one with iface")
+            }),
+            (vec![v4(&[])], Err(none)),
+            (vec![], Err(none)),
+        ] {
+            let facts = Facts { default, ..facts() };
+            let got = choose(&Selectors::default(), DUAL, &facts);
+            let reason = got.as_ref().map(|got| got.reason.clone()).unwrap_or_default();
+            let text = chosen(&Selectors::default(), &DUAL, &facts);
+            let want = want
+                .map(|(chosen, reason)| (chosen.to_owned(), reason))
+                .map_err(|error| format!("no external interface: default route: {error}"))
+                .unwrap_or_else(|error| (error, ""));
+            assert_eq!((text, &*reason), want, "{:?}", facts.default);
+        }
         assert_eq!(
-            chosen(&none, &DUAL, &other),
-            "no external interface: default route: IPv4 leaves by eth0 but IPv6 by eth1: name one \
-             with iface"
-        );
-        assert_eq!(chosen(&none, &V6, &other), "eth1 - 2001:db8:1::1");
-        let multipath =
-            Facts { default: Dual { v4: Some(DefaultRoute { link: None }), v6: None }, ..facts() };
-        assert_eq!(
-            chosen(&none, &V4, &multipath),
-            "no external interface: default route: the IPv4 default route does not leave by a \
-             single interface"
-        );
-        assert_eq!(
-            chosen(&none, &V6, &multipath),
-            "no external interface: default route: there is no IPv6 default route"
-        );
-        assert_eq!(
-            chosen(&none, &[], &facts()),
+            chosen(&Selectors::default(), &[], &facts()),
             "no external interface: default route: no address family is enabled"
         );
+    }
+
+    #[test]
+    fn networks_node_addresses_and_prescriptions_select_an_interface() {
+        let cidr = |texts: &[&str]| Selectors {
+            iface_cidr: texts.iter().map(|text| text.parse().unwrap()).collect(),
+            ..Selectors::default()
+        };
+        let node = |texts: &[&str]| Selectors {
+            by_node_address: true,
+            node_addresses: texts.iter().map(|text| text.parse::<IpAddr>().unwrap()).collect(),
+            ..Selectors::default()
+        };
+        let prescribed = |texts: &[&str]| Selectors {
+            prescribed: texts.iter().map(ToString::to_string).collect(),
+            iface: vec!["eth0".into()],
+            ..Selectors::default()
+        };
+        let eth1 = "eth1 198.51.100.1 2001:db8:1::1";
+        for (selectors, want) in [
+            (cidr(&["203.0.113.0/24", "198.51.100.0/24"]), eth1),
+            (cidr(&["2001:db8:1::/64"]), eth1),
+            // eth0 matches in one family, eth1 in both.
+            (cidr(&["0.0.0.0/0", "2001:db8:1::/64"]), eth1),
+            (
+                cidr(&["203.0.113.0/24"]),
+                "no external interface: iface-cidr 203.0.113.0/24: no interface has a usable \
+                 address there",
+            ),
+            (node(&["198.51.100.1", "2001:db8:1::2"]), "eth1 198.51.100.1 2001:db8:1::2"),
+            (node(&["2001:db8:1::2"]), "eth1 198.51.100.1 2001:db8:1::2"),
+            (
+                node(&["203.0.113.1"]),
+                "no external interface: iface-node-ip: no interface has the address 203.0.113.1",
+            ),
+            (
+                node(&[]),
+                "no external interface: iface-node-ip: the store knows no address of this host",
+            ),
+            (prescribed(&["eth7", "eth1"]), eth1),
+            (prescribed(&["198.51.100.1"]), eth1),
+            (prescribed(&["198.51.100.0/24"]), eth1),
+            (
+                prescribed(&["eth7"]),
+                "no external interface: prescribed interface eth7: no interface named eth7",
+            ),
+        ] {
+            assert_eq!(chosen(&selectors, &DUAL, &facts()), want, "{selectors:?}");
+        }
+    }
+
+    /// An address of a host, and how it came there.
+    fn address(text: &str, origin: Origin) -> Address {
+        let (address, len) = text.split_once('/').unwrap();
+        let address: IpAddr = address.parse().unwrap();
+        Address {
+            address,
+            usable: true,
+            permanent: origin != Origin::Dhcp,
+            temporary: matches!(origin, Origin::Secondary | Origin::Privacy),
+            alone: len.parse() == Ok(Family::of(address).bits()),
+        }
+    }
+
+    #[derive(Clone, Copy, PartialEq)]
+    enum Origin {
+        Static,
+        Dhcp,
+        /// Of IPv4, in the network of an earlier address.
+        Secondary,
+        /// Of IPv6, temporary.
+        Privacy,
+    }
+
+    #[test]
+    fn the_address_of_a_host_is_the_one_that_a_person_would_name() {
+        use Origin::{Dhcp, Privacy, Secondary, Static};
+        let none = "";
+        // The addresses of eth0, its source address by the gateway and by the route, the previous
+        // address, and the best address.
+        for (addresses, usual, given, previous, want) in [
+            // keepalived and kube-vip, with the host's own address from DHCP or static, before or
+            // after it.
+            (&[("192.0.2.11/24", Dhcp), ("192.0.2.250/32", Static)][..], none, none, none, 0),
+            (&[("192.0.2.250/32", Static), ("192.0.2.11/24", Dhcp)], none, none, none, 1),
+            (&[("192.0.2.250/32", Static), ("192.0.2.11/24", Static)], none, none, none, 1),
+            // The virtual address has the length of the network.
+            (
+                &[("192.0.2.11/24", Dhcp), ("192.0.2.250/24", Secondary)],
+                "192.0.2.11",
+                none,
+                none,
+                0,
+            ),
+            // It was published by mistake before.
+            (&[("192.0.2.250/32", Static), ("192.0.2.11/24", Dhcp)], none, none, "192.0.2.250", 1),
+            // IPv6, from advertisements and from DHCPv6.
+            (&[("2001:db8::250/128", Static), ("2001:db8::11/64", Dhcp)], none, none, none, 1),
+            (&[("2001:db8::250/128", Static), ("2001:db8::11/128", Dhcp)], none, none, none, 1),
+            (&[("2001:db8::77/64", Privacy), ("2001:db8::11/64", Dhcp)], none, none, none, 1),
+            // Its only address is a /32: cloud providers with routed addresses.
+            (&[("192.0.2.11/32", Static)], none, none, none, 0),
+            (&[("192.0.2.250/32", Static), ("192.0.2.11/32", Dhcp)], none, none, none, 1),
+            (&[("192.0.2.250/32", Static), ("192.0.2.11/32", Static)], none, none, "192.0.2.11", 1),
+            // The route names the source address.
+            (
+                &[("192.0.2.11/24", Static), ("192.0.2.250/32", Static)],
+                "192.0.2.11",
+                "192.0.2.250",
+                "192.0.2.11",
+                1,
+            ),
+            // Two networks: the one of the gateway, except if the other was used before.
+            (&[("10.0.0.1/8", Static), ("192.0.2.11/24", Dhcp)], "192.0.2.11", none, none, 1),
+            (&[("10.0.0.1/8", Static), ("192.0.2.11/24", Dhcp)], "192.0.2.11", none, "10.0.0.1", 0),
+            // An address that the host had before and has no longer.
+            (&[("192.0.2.11/24", Dhcp), ("192.0.2.12/24", Secondary)], none, none, "192.0.2.9", 0),
+            (&[("fe80::1/64", Static), ("2001:db8::250/128", Static)], none, none, none, 1),
+        ] {
+            let addresses: Vec<_> =
+                addresses.iter().map(|(text, origin)| address(text, *origin)).collect();
+            let family = Family::of(addresses[0].address);
+            let mut facts = facts();
+            facts.default.retain(|route| route.family == family);
+            facts.default[0].source = given.parse().ok();
+            facts.default[0].hops[0].source = usual.parse().ok();
+            facts.interfaces[1].addresses = addresses.clone();
+            let previous = previous.parse::<IpAddr>().into_iter().collect();
+            for iface in [vec![], vec!["eth0".into()]] {
+                let selectors = Selectors { iface, previous, ..Selectors::default() };
+                let got = choose(&selectors, [family], &facts).unwrap();
+                let want = addresses[want].address;
+                assert_eq!(got.address[family], Some(want), "{addresses:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn doubts_say_why_an_address_may_be_unfit() {
+        let mut facts = facts();
+        let with = |facts: &mut Facts, text| {
+            facts.interfaces[1].addresses = vec![address(text, Origin::Static)];
+        };
+        let doubt = |facts: &Facts, iface: &[&str]| {
+            choose(&selectors(iface, &[], &[]), V4, facts).unwrap().doubts.v4
+        };
+        for (text, want) in [
+            ("192.0.2.11/24", None),
+            ("192.0.2.250/32", Some(AddressDoubt::Movable)),
+            ("169.254.0.9/16", Some(AddressDoubt::LinkLocal)),
+        ] {
+            with(&mut facts, text);
+            assert_eq!(doubt(&facts, &[]), want, "{text}");
+            assert_eq!(doubt(&facts, &["eth0"]), want, "{text}");
+            let address = text.split('/').next().unwrap();
+            assert_eq!(doubt(&facts, &[address]), None, "{text}: a user named it");
+        }
+        // A made-up default route, the same on each host.
+        facts.interfaces[1].isolated = true;
+        with(&mut facts, "203.0.113.254/31");
+        assert_eq!(doubt(&facts, &[]), Some(AddressDoubt::Isolated));
+        assert_eq!(doubt(&facts, &["eth0"]), None, "a user named it");
+    }
+
+    #[test]
+    fn the_mtu_of_loopback_is_that_of_the_uplinks() {
+        let mut facts = facts();
+        facts.interfaces[0].mtu = 65536;
+        facts.interfaces[0].addresses.push(address("10.10.10.10/32", Origin::Static));
+        let mtu = |facts: &Facts| choose(&selectors(&["lo"], &[], &[]), V4, facts).unwrap().mtu;
+        assert_eq!(mtu(&facts), 1500);
+        facts.interfaces[1].mtu = 9000;
+        facts.default = vec![default_route(Family::V4, &["eth0", "eth1"])];
+        assert_eq!(mtu(&facts), 1500, "the smaller of two");
+        facts.interfaces[2].mtu = 8000;
+        assert_eq!(mtu(&facts), 8000);
+        facts.default = vec![default_route(Family::V4, &["lo"])];
+        assert_eq!(mtu(&facts), 1500, "no uplink is known");
+        facts.interfaces[0].mtu = 1400;
+        assert_eq!(mtu(&facts), 1400, "its own is smaller");
     }
 
     #[test]
@@ -592,6 +1029,7 @@ mod tests {
             usable,
             permanent,
             temporary,
+            alone: false,
         };
         let mut facts = facts();
         facts.interfaces[1].addresses = vec![

@@ -2,17 +2,21 @@
 
 use std::net::IpAddr;
 
-use flannel_core::address::{Dual, Family};
+use flannel_core::address::Family;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::{KernelError, RouteAnswer};
 use flannel_core::object::LinkName;
+use libc::ENOENT;
+use neli::consts::rtnl::Rtn;
 
 use crate::NetlinkKernel;
 use crate::codec::addr::AddrMessage;
 use crate::codec::link::LinkMessage;
-use crate::codec::{addr, link, route};
+use crate::codec::route::Hop;
+use crate::codec::{addr, link, nexthop, route};
 use crate::kernel::query::{find_link, lookup, name_of};
 use crate::transport::socket::Socket;
+use crate::transport::wire::Messages;
 
 use super::{SelectError, Selectors, choose};
 
@@ -28,9 +32,8 @@ const PERMANENT: u32 = 0x80;
 pub struct Facts {
     /// All interfaces, in the order of their indexes.
     pub interfaces: Vec<Interface>,
-    /// The first default route of each family in the main table, or `None` without a default
-    /// route. It is read only if the default route is the selector, and `None` otherwise.
-    pub default: Dual<DefaultRoute>,
+    /// The default routes in the main table, in the order in which the kernel prefers them.
+    pub default: Vec<DefaultRoute>,
     /// The route to [`Selectors::can_reach`], or `None` without that selector.
     pub reach: Option<RouteAnswer>,
 }
@@ -44,6 +47,9 @@ pub struct Interface {
     pub mtu: u32,
     /// Whether it is administratively up.
     pub up: bool,
+    /// Whether it sends no packet to another host: the loopback device or a dummy device. Packets
+    /// from its addresses leave by other interfaces.
+    pub isolated: bool,
     /// Its addresses of both families, in the kernel's order.
     pub addresses: Vec<Address>,
 }
@@ -61,13 +67,32 @@ pub struct Address {
     /// For IPv6, whether it is a temporary address for privacy. For IPv4, whether it is a secondary
     /// address.
     pub temporary: bool,
+    /// Whether its network has no other address: its prefix is as long as an address can be, and it
+    /// is no end of a point-to-point link.
+    pub alone: bool,
 }
 
 /// A default route.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DefaultRoute {
-    /// Its interface, or `None` if the route has several paths or no interface.
-    pub link: Option<LinkName>,
+    /// Its family.
+    pub family: Family,
+    /// The source address that the route sets (`src` of `ip route`), or `None` if it sets none.
+    pub source: Option<IpAddr>,
+    /// Its next hops. A route without next hops drops or refuses packets.
+    pub hops: Vec<NextHop>,
+}
+
+/// A next hop of a default route.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NextHop {
+    /// Its interface.
+    pub link: LinkName,
+    /// Whether its interface is up and has a carrier.
+    pub usable: bool,
+    /// The source address that the kernel chooses for packets to the gateway of the next hop.
+    /// `None` without a gateway, or if the kernel chooses none.
+    pub source: Option<IpAddr>,
 }
 
 impl NetlinkKernel {
@@ -111,10 +136,9 @@ impl NetlinkKernel {
 }
 
 pub(super) fn facts(socket: &mut Socket, selectors: &Selectors) -> Result<Facts, KernelError> {
-    let mut default = Dual::default();
-    if selectors.by_default_route() {
-        default =
-            Dual { v4: default_route(socket, Family::V4)?, v6: default_route(socket, Family::V6)? };
+    let mut default = Vec::new();
+    for family in Family::BOTH {
+        default.extend(default_routes(socket, family)?);
     }
     Ok(Facts {
         interfaces: interfaces(socket)?,
@@ -148,6 +172,7 @@ impl Interface {
             name: link.name,
             mtu: link.mtu,
             up: link.up,
+            isolated: link.isolated,
             addresses: addresses
                 .iter()
                 .filter(|address| address.index == link.index)
@@ -165,18 +190,66 @@ impl From<&AddrMessage> for Address {
             usable: !has(DEPRECATED | TENTATIVE | DADFAILED) && !found.is_of_host(),
             permanent: has(PERMANENT),
             temporary: has(TEMPORARY),
+            alone: found.len == Family::of(found.address).bits() && found.far.is_none(),
         }
     }
 }
 
-fn default_route(socket: &mut Socket, family: Family) -> Result<Option<DefaultRoute>, KernelError> {
+/// The default routes of a family in the main table. An interface that is deleted meanwhile is left
+/// out.
+fn default_routes(socket: &mut Socket, family: Family) -> Result<Vec<DefaultRoute>, KernelError> {
     let found = socket.dump(route::all(family), |message| {
-        route::read(message).filter(|found| found.main && found.dst.is_everything())
+        route::read(message)
+            .filter(|found| found.main && found.dst.is_everything() && found.kind == Rtn::Unicast)
+            .map(|found| (found, route::hops(message)))
     })?;
-    let Some(first) = found.first() else { return Ok(None) };
-    let index = if first.multipath { 0 } else { first.index };
-    let link = if index == 0 { None } else { name_of(socket, index)? };
-    Ok(Some(DefaultRoute { link }))
+    let mut routes = Vec::new();
+    for (route, mut hops) in found {
+        if let Some(id) = route.nexthop.filter(|_| hops.is_empty()) {
+            hops = hops_of(socket, id)?;
+        }
+        let hops =
+            hops.into_iter().map(|hop| next_hop(socket, hop)).collect::<Result<Vec<_>, _>>()?;
+        let hops = hops.into_iter().flatten().collect();
+        routes.push(DefaultRoute { family, source: route.source, hops });
+    }
+    Ok(routes)
+}
+
+/// The next hops of a nexthop object, which may be a group. The list is empty if it was deleted
+/// meanwhile.
+fn hops_of(socket: &mut Socket, id: u32) -> Result<Vec<Hop>, KernelError> {
+    let mut get = |id| {
+        let mut request = Messages::default();
+        nexthop::get(&mut request, id);
+        let asked = socket.ask(request, |message| {
+            let group = nexthop::group(message).map(|(_, ids)| ids);
+            Some((group, nexthop::hop(message)?))
+        });
+        match asked {
+            Err(error) if error.is(ENOENT) => Ok((None, None)),
+            asked => asked.map(|(group, hop)| (group, Some(hop))),
+        }
+    };
+    let (group, hop) = get(id)?;
+    let Some(ids) = group else { return Ok(hop.into_iter().collect()) };
+    let mut hops = Vec::new();
+    for id in ids {
+        hops.extend(get(id)?.1);
+    }
+    Ok(hops)
+}
+
+/// The next hop with the name of its interface, or `None` if the interface does not exist.
+fn next_hop(socket: &mut Socket, hop: Hop) -> Result<Option<NextHop>, KernelError> {
+    let Hop { index, gateway, usable } = hop;
+    if index == 0 {
+        return Ok(None);
+    }
+    let Some(link) = name_of(socket, index)? else { return Ok(None) };
+    let answer = gateway.map(|gateway| lookup(socket, gateway)).transpose()?;
+    let source = answer.filter(|answer| answer.link == Some(link)).and_then(|answer| answer.source);
+    Ok(Some(NextHop { link, usable, source }))
 }
 
 #[cfg(test)]

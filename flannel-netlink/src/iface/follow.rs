@@ -10,14 +10,14 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use flannel_core::address::Family;
-use flannel_core::backend::ExternalInterface;
+use flannel_core::backend::{AddressDoubt, ExternalInterface};
 use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
 use flannel_core::runtime::blocking;
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use tokio::sync::watch;
 
-use super::choose::{best, is_link_local};
+use super::choose::{least_doubt, mtu};
 use super::facts::{facts, interface};
 use super::{Interface, SelectError, Selectors, choose};
 use crate::NetlinkKernel;
@@ -44,8 +44,8 @@ pub enum InterfaceState {
     #[default]
     Kept,
     /// It changed, and another choice is possible. A change means that it does not exist, lacks an
-    /// address that it was chosen with, has another MTU, or has a better address than the
-    /// link-local address that was chosen.
+    /// address that it was chosen with, has another MTU, or has an address that is less doubtful
+    /// ([`ExternalInterface::doubts`]) than the chosen one.
     Other {
         /// The new choice: another interface, or the same one with its current values.
         now: Box<ExternalInterface>,
@@ -60,9 +60,9 @@ impl NetlinkKernel {
     /// Watches the chosen interface, and sends its state through `state` whenever the state
     /// changes. It runs until it fails or is dropped.
     ///
-    /// A link-local address is another choice only if the chosen address is link-local too. A
-    /// chosen link-local address is kept as long as the interface has no other address. `selectors`
-    /// and `families` must be the arguments with which `chosen` was chosen.
+    /// An address is another choice only if it is not more doubtful than the chosen one
+    /// ([`ExternalInterface::doubts`]). `selectors` and `families` must be the arguments with which
+    /// `chosen` was chosen.
     ///
     /// Needs a tokio runtime with I/O and time. The kernel state is read on a blocking thread,
     /// through a socket that only this call uses.
@@ -157,7 +157,10 @@ impl Observer {
         };
         self.index = match found {
             Some((index, interface))
-                if is_kept(&self.chosen, &interface) && !has_better(&self.chosen, &interface) =>
+                // The MTU of an isolated interface is that of others.
+                if !interface.isolated
+                    && is_kept(&self.chosen, &interface, interface.mtu)
+                    && !has_better(&self.chosen, &interface) =>
             {
                 Some(index)
             }
@@ -173,7 +176,7 @@ impl Observer {
             .interfaces
             .iter()
             .find(|interface| interface.name == self.chosen.name)
-            .filter(|interface| is_kept(&self.chosen, interface));
+            .filter(|interface| is_kept(&self.chosen, interface, mtu(interface, &facts)));
         if kept.is_some_and(|interface| !has_better(&self.chosen, interface)) {
             return Ok(InterfaceState::Kept);
         }
@@ -222,33 +225,42 @@ impl Observer {
     }
 }
 
-/// Whether the interface has the addresses and the MTU that it was chosen with.
-fn is_kept(chosen: &ExternalInterface, interface: &Interface) -> bool {
-    interface.mtu == chosen.mtu
+/// Whether the interface has the addresses and the MTU that it was chosen with. `mtu` is its MTU
+/// now.
+fn is_kept(chosen: &ExternalInterface, interface: &Interface, mtu: u32) -> bool {
+    mtu == chosen.mtu
         && chosen
             .address
             .values()
             .all(|address| interface.addresses.iter().any(|found| found.address == *address))
 }
 
-/// Whether a link-local address was chosen, and the interface has another usable address now.
+/// Whether the interface has a usable address that is less doubtful than the chosen one.
 fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
-    chosen.address.iter().any(|(family, address)| {
-        is_link_local(*address)
-            && best(interface, family).is_ok_and(|address| !is_link_local(address))
+    chosen.doubts.iter().any(|(family, doubt)| {
+        least_doubt(interface, family).is_some_and(|least| least < Some(*doubt))
     })
 }
 
 /// Why `now` must not replace `chosen`, as a sentence without a full stop, or `None` if it may. The
-/// only reason is that a link-local address would replace another address.
+/// only reason is that one of its addresses is more doubtful.
 pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
-    for (family, address) in now.address.iter() {
+    for (family, doubt) in now.doubts.iter() {
         // `chosen` lacks an address of a family that only the new network config enables.
-        let Some(before) = chosen.address[family] else { continue };
-        if is_link_local(*address) && !is_link_local(before) {
-            let name = now.name;
-            return Some(format!("{name} has only the link-local {family} address {address} now"));
+        if chosen.address[family].is_none() || Some(*doubt) <= chosen.doubts[family] {
+            continue;
         }
+        let name = now.name;
+        let address = now.address[family]?;
+        return Some(match doubt {
+            AddressDoubt::LinkLocal => {
+                format!("{name} has only the link-local {family} address {address} now")
+            }
+            AddressDoubt::Movable => format!(
+                "{name} has only the {family} address {address} now, which may move to another host"
+            ),
+            _ => format!("the default route leads by {name} now, which leads to no other host"),
+        });
     }
     None
 }

@@ -51,15 +51,93 @@ fn the_route_to_an_address_decides() {
 }
 
 #[test]
-fn a_default_route_with_several_paths_is_refused() {
+fn a_default_route_may_have_several_next_hops() {
     in_netns(|| {
         let kernel = host();
-        ip("route replace default nexthop via 192.0.2.9 dev up0 nexthop via 192.0.3.9 dev up1");
-        let error = kernel.external_interface(&Selectors::default(), [Family::V4]).unwrap_err();
-        assert!(error.to_string().contains("does not leave by a single interface"), "{error}");
+        let choose = |families: &[Family]| {
+            kernel.external_interface(&Selectors::default(), families.iter().copied())
+        };
+        let chosen = |families: &[Family]| {
+            let got = choose(families).unwrap();
+            (got.name.to_string(), got.reason)
+        };
+        let one = |name: &str| (name.to_owned(), "it has the default route".to_owned());
+        let with = |name: &str, other: &str| {
+            (name.to_owned(), format!("it has the default route, which also uses {other}"))
+        };
+        ip("route replace default nexthop via 192.0.2.9 dev up0 nexthop via 192.0.2.8 dev up0");
+        assert_eq!(chosen(&[Family::V4]), one("up0"));
+        let hops = ["nexthop via 192.0.2.9 dev up0", "nexthop via 192.0.3.9 dev up1"].join(" ");
+        ip(&format!("route replace default {hops}"));
+        assert_eq!(chosen(&[Family::V4]), with("up0", "up1"));
+        assert_eq!(chosen(&Family::BOTH), with("up1", "up0"), "IPv6 leaves by up1");
+        ip("link set far0 down");
+        assert_eq!(chosen(&[Family::V4]), with("up1", "up0"), "up0 has no carrier");
+        ip("link set far0 up");
+        ip("-6 route del default");
+        for n in [0, 1] {
+            ip(&format!("-6 route append default via 2001:db8:{n}::9"));
+        }
+        assert_eq!(chosen(&[Family::V6]), with("up0", "up1"));
+        ip("-6 route del default via 2001:db8:0::9");
+        // A group of nexthop objects, and kernels that do not show its paths in the route.
+        ip("nexthop add id 1 via 192.0.4.9 dev up2");
+        ip("nexthop add id 2 via 192.0.3.9 dev up1");
+        ip("nexthop add id 3 group 1/2");
+        ip("route replace default nhid 3");
+        for compatible in ["1", "0"] {
+            std::fs::write("/proc/sys/net/ipv4/nexthop_compat_mode", compatible).unwrap();
+            assert_eq!(chosen(&[Family::V4]), with("up2", "up1"), "{compatible}");
+            assert_eq!(chosen(&Family::BOTH), with("up1", "up2"), "{compatible}");
+        }
         ip("route del default");
-        let error = kernel.external_interface(&Selectors::default(), [Family::V4]).unwrap_err();
+        let error = choose(&[Family::V4]).unwrap_err();
         assert!(error.to_string().contains("there is no IPv4 default route"), "{error}");
+    });
+}
+
+#[test]
+fn the_address_in_the_network_of_the_gateway_is_chosen() {
+    in_netns(|| {
+        let kernel = host();
+        ip("addr flush dev up1");
+        ip("addr add 192.0.9.250/32 dev up1");
+        ip("addr add 10.0.0.7/8 dev up1");
+        ip("addr add 192.0.9.11/24 dev up1 valid_lft 3600 preferred_lft 3600");
+        ip("addr add 192.0.9.77/24 dev up1");
+        ip("route add default via 192.0.9.254");
+        let source = |previous: &str| {
+            let previous = previous.parse::<std::net::IpAddr>().into_iter().collect();
+            let selectors = Selectors { previous, ..Selectors::default() };
+            let got = kernel.external_interface(&selectors, [Family::V4]).unwrap();
+            got.address.v4.unwrap().to_string()
+        };
+        assert_eq!(source(""), "192.0.9.11");
+        assert_eq!(source("10.0.0.7"), "10.0.0.7", "the host had it before");
+        assert_eq!(source("192.0.9.250"), "192.0.9.11", "a virtual address");
+        ip("route replace default via 192.0.9.254 src 10.0.0.7");
+        assert_eq!(source(""), "10.0.0.7", "the route sets it");
+    });
+}
+
+#[test]
+fn loopback_has_the_mtu_of_the_uplinks() {
+    in_netns_async(async || {
+        let kernel = host();
+        ip("link set lo up");
+        ip("addr add 10.10.10.10/32 dev lo");
+        ip("link set up2 mtu 8000");
+        ip("route replace default nexthop via 192.0.4.9 dev up2");
+        let selectors = Selectors { iface: vec!["lo".into()], ..Selectors::default() };
+        let chosen = kernel.external_interface(&selectors, [Family::V4]).unwrap();
+        assert_eq!((chosen.name.as_str(), chosen.mtu), ("lo", 1401), "that of the IPv6 uplink");
+        ip("-6 route del default");
+        follow(&kernel, &selectors, &[Family::V4], async |mut states| {
+            until(&mut states, |state| *state == InterfaceState::Kept).await;
+            ip("link set up2 mtu 7000");
+            assert_eq!(other(&mut states).await, "lo has the MTU 7000 now, not 8000");
+        })
+        .await;
     });
 }
 
@@ -211,6 +289,40 @@ fn a_link_local_address_never_replaces_another_and_any_other_replaces_it() {
             until(&mut states, |state| *state == InterfaceState::Kept).await;
             ip("link set up1 mtu 1350");
             assert_eq!(other(&mut states).await, "up1 has the MTU 1350 now, not 1401");
+        })
+        .await;
+    });
+}
+
+#[test]
+fn a_virtual_address_never_replaces_the_own_one_and_the_own_one_replaces_it() {
+    in_netns_async(async || {
+        let kernel = host();
+        let lost = |state: &InterfaceState| match state {
+            InterfaceState::Lost(why) => why.contains("may move to another host"),
+            _ => false,
+        };
+        // A carrier loss, after which networkd configures the link again.
+        follow(&kernel, &Selectors::default(), &[Family::V4], async |mut states| {
+            ip("addr add 192.0.3.250/32 dev up1");
+            ip("addr del 192.0.3.1/24 dev up1");
+            ip("route replace default dev up1");
+            until(&mut states, lost).await;
+            ip("addr add 192.0.3.1/24 dev up1");
+            ip("route replace default via 192.0.3.9");
+            until(&mut states, |state| *state == InterfaceState::Kept).await;
+        })
+        .await;
+        // The virtual address was there before the own one.
+        ip("addr del 192.0.3.1/24 dev up1");
+        ip("route replace default dev up1");
+        follow(&kernel, &Selectors::default(), &[Family::V4], async |mut states| {
+            until(&mut states, |state| *state == InterfaceState::Kept).await;
+            ip("addr add 192.0.3.1/24 dev up1");
+            assert_eq!(
+                other(&mut states).await,
+                "up1 has the IPv4 address 192.0.3.1 now, not 192.0.3.250"
+            );
         })
         .await;
     });

@@ -3,11 +3,10 @@
 //! The node is read with a request for this node alone, which returns the latest version. The
 //! followed view may be older.
 
-use std::net::IpAddr;
-
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Revision, TooLarge};
 use flannel_core::runtime::lock;
+use flannel_core::subnet::Hints;
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use serde::Deserialize;
 use serde_json::json;
@@ -15,7 +14,8 @@ use serde_json::json;
 use super::shared::Shared;
 use crate::api::Call;
 use crate::node::annotations::{
-    OTHER_OFFERS, Values, address, desired, has, names, read, reworded, size, wrong_overwrites,
+    OTHER_OFFERS, Values, address, desired, has, interfaces, names, read, reworded, size,
+    wrong_overwrites,
 };
 use crate::node::{Node, Wire};
 use crate::options::NodeIdentity;
@@ -143,13 +143,18 @@ impl Shared {
         Ok(subnets)
     }
 
-    /// The public addresses that this node's annotations prescribe.
-    pub(crate) fn prescribed(&self, node: &Node) -> Result<Dual<IpAddr>> {
+    /// What this node prescribes: its annotations for public addresses and for the interface, and
+    /// its addresses.
+    pub(crate) fn prescribed(&self, node: &Node) -> Result<Hints> {
         let given = |family: Family| {
             address(&node.values, names(family).node, family, &self.options.prefix)
                 .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))
         };
-        Ok(Dual { v4: given(Family::V4)?, v6: given(Family::V6)? })
+        let public = Dual { v4: given(Family::V4)?, v6: given(Family::V6)? };
+        Ok(Hints::default()
+            .with_public(public)
+            .with_interface(interfaces(&node.values))
+            .with_node_addresses(node.internal))
     }
 
     /// Checks the addresses that replace this node's own. If one is wrong, a node that has

@@ -49,24 +49,24 @@ pub(crate) struct Held {
     pub(crate) lease: Lease,
     /// The config that it was acquired from. Its networks may not change.
     pub(crate) config: Config,
-    /// The addresses that the node prescribed.
-    pub(crate) prescribed: Dual<IpAddr>,
+    /// What the node prescribed.
+    pub(crate) prescribed: Hints,
     /// The addresses that are published instead of the addresses of the lease.
     pub(crate) advertised: Dual<IpAddr>,
 }
 
 /// What a node must have for a lease.
 pub(crate) struct Terms {
-    /// The addresses that the node prescribes.
-    prescribed: Dual<IpAddr>,
+    /// What the node prescribes.
+    prescribed: Hints,
     subnets: Subnets,
 }
 
 impl Held {
     /// What the node had when the lease was acquired.
     pub(crate) fn hints(&self) -> Hints {
-        Hints::default()
-            .with_public(self.prescribed)
+        self.prescribed
+            .clone()
             .with_advertised(self.advertised)
             .with_last_published(Some(self.lease.attrs.clone()))
             .with_previous(Some(self.lease.subnets))
@@ -164,8 +164,8 @@ impl Shared {
         let families: Vec<Family> = self.config().await?.networks.families().collect();
         let prefix = &self.options.prefix;
         let NodeLease { lease, .. } = node.lease(Revision::default(), &families, prefix);
-        Ok(Hints::default()
-            .with_public(self.prescribed(&node)?)
+        let prescribed = self.prescribed(&node)?;
+        Ok(prescribed
             .with_advertised(overwrites(&node.values, &families, prefix))
             .with_previous(lease.as_ref().map(|lease| lease.subnets))
             .with_last_published(lease.map(|lease| lease.attrs)))

@@ -20,6 +20,9 @@ pub(crate) const BACKEND_TYPE: &str = "backend-type";
 /// The further offers of the lease as JSON. Go flannel ignores it. A node with one offer does not
 /// have this annotation.
 pub(crate) const OTHER_OFFERS: &str = "other-offers";
+/// An operator selects the external interface of the node: names, addresses or networks, separated
+/// by commas. Go flannel ignores it.
+pub(crate) const IFACE: &str = "iface";
 
 /// The names of one family, without the prefix.
 pub(crate) struct Names {
@@ -63,7 +66,7 @@ pub(crate) type Values = BTreeMap<Box<str>, Box<str>>;
 
 /// Whether flannel reads an annotation. Other annotations with the prefix are not even kept.
 pub(crate) fn is_read(name: &str) -> bool {
-    [MANAGED, BACKEND_TYPE, OTHER_OFFERS].contains(&name)
+    [MANAGED, BACKEND_TYPE, OTHER_OFFERS, IFACE].contains(&name)
         || Family::BOTH.into_iter().any(|family| {
             let names = names(family);
             [names.data, names.public, names.overwrite, names.node].contains(&name)
@@ -279,6 +282,12 @@ pub(crate) fn address(
 
 fn parse(text: &str, family: Family) -> Option<IpAddr> {
     text.parse().ok().filter(|address| Family::of(*address) == family)
+}
+
+/// The interfaces that an operator prescribes.
+pub(crate) fn interfaces(values: &Values) -> Vec<String> {
+    let text = values.get(IFACE).map_or("", |text| text);
+    text.split(',').map(str::trim).filter(|one| !one.is_empty()).map(str::to_owned).collect()
 }
 
 /// The addresses that an operator set, to be published instead of the node's own addresses. A wrong

@@ -72,7 +72,15 @@ async fn prescribed_addresses_are_hints_and_overwrites_are_published() {
         format!("{PREFIX}node-public-ipv6"): "2001:db8::5",
         format!("{PREFIX}public-ip-overwrite"): "203.0.113.9",
         format!("{PREFIX}public-ipv6-overwrite"): "2001:db8::9",
+        format!("{PREFIX}iface"): "eth1, 10.0.0.0/8,",
     });
+    node["status"]["addresses"] = json!([
+        { "type": "Hostname", "address": "me" },
+        { "type": "InternalIP", "address": "10.0.0.5" },
+        { "type": "InternalIP", "address": "10.0.0.6" },
+        { "type": "ExternalIP", "address": "203.0.113.9" },
+        { "type": "InternalIP", "address": "fd00::5" },
+    ]);
     fixture.server.put_node("me", node);
     let manager = fixture.manager("me").await;
     let hints = manager.hints().await.unwrap();
@@ -80,6 +88,9 @@ async fn prescribed_addresses_are_hints_and_overwrites_are_published() {
     assert_eq!(hints.advertised, advertised, "of the families of the network config");
     assert_eq!(hints.public[Family::V4], Some("198.51.100.5".parse().unwrap()));
     assert_eq!(hints.public[Family::V6], Some("2001:db8::5".parse().unwrap()));
+    assert_eq!(hints.interface, ["eth1", "10.0.0.0/8"]);
+    assert_eq!(hints.node_addresses[Family::V4], Some("10.0.0.5".parse().unwrap()));
+    assert_eq!(hints.node_addresses[Family::V6], Some("fd00::5".parse().unwrap()));
     assert_eq!(hints.last_published, None);
     assert_eq!(hints.previous, None);
     let lease = manager.acquire_lease(&vxlan()).await.unwrap();

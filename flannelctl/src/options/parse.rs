@@ -13,8 +13,16 @@ use flannel_options::{Error as OptionsError, with_plain_usage};
 use super::{Ctl, command};
 
 /// Options of commands that flanneld also has, with the same meaning and the same variables.
-const OF_DAEMON: [&str; 6] =
-    ["doctor_port", "iface", "iface_regex", "iface_can_reach", "public_ip", "public_ipv6"];
+const OF_DAEMON: [&str; 8] = [
+    "doctor_port",
+    "iface",
+    "iface_regex",
+    "iface_cidr",
+    "iface_node_ip",
+    "iface_can_reach",
+    "public_ip",
+    "public_ipv6",
+];
 
 /// Warnings about the misspelt ones of these variables of the environment.
 pub(crate) fn misspelt_variables(names: impl Iterator<Item = OsString>) -> Vec<String> {

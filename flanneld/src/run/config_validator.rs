@@ -43,9 +43,16 @@ impl ConfigValidator {
         used: Option<ExternalInterface>,
     ) -> Self {
         let prescribed = hints.public;
+        let last = hints.last_published.as_ref();
         let given = config.interface.public;
         let public = Dual::from_fn(|family| prescribed[family].or(given[family]));
-        let selectors = Selectors { public, ..config.interface.clone() };
+        let selectors = Selectors {
+            public,
+            prescribed: hints.interface.clone(),
+            node_addresses: hints.node_addresses,
+            previous: last.map(|last| last.preferred.public).unwrap_or_default(),
+            ..config.interface.clone()
+        };
         Self {
             kernel: Arc::clone(kernel),
             selectors,
