@@ -98,6 +98,9 @@ pub struct TrialReport {
     /// The obstacle on this node, as a sentence without a full stop, or `null` if the network can
     /// be built.
     pub obstacle: Option<String>,
+    /// What this node would do differently than the config says.
+    #[serde(default)]
+    pub warnings: Vec<ProblemCause>,
     /// Fields that this version does not know.
     #[serde(flatten)]
     pub more: More,

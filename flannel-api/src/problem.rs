@@ -208,6 +208,23 @@ pub enum ProblemCause {
         /// Why not.
         reason: String,
     },
+    /// The config sets a larger MTU between nodes than the external interface carries. This node
+    /// uses the MTU of the interface.
+    MtuReduced {
+        /// The interface.
+        interface: String,
+        /// The MTU in the config, in bytes.
+        configured: u32,
+        /// The MTU of the interface, in bytes.
+        used: u32,
+    },
+    /// The interface of the default route leads to no other host, so its address may be made up.
+    InterfaceIsolated {
+        /// The interface.
+        interface: String,
+        /// Its address.
+        address: String,
+    },
     /// A problem of a later version of the API.
     #[serde(other)]
     Other,
@@ -268,7 +285,9 @@ impl fmt::Display for ProblemCause {
             | Self::OtherPodNetworks { .. }
             | Self::ConfigNotUsed { .. }
             | Self::RebuildBlocked { .. }
-            | Self::InterfaceChanged { .. } => self.describe_network(f),
+            | Self::InterfaceChanged { .. }
+            | Self::MtuReduced { .. }
+            | Self::InterfaceIsolated { .. } => self.describe_network(f),
             Self::KernelUnreadable { .. }
             | Self::ObjectRefused { .. }
             | Self::PeerObjectRefused { .. }
@@ -325,6 +344,16 @@ impl ProblemCause {
             Self::InterfaceChanged { reason } => write!(
                 f,
                 "the external interface has changed, the network stays as it is: {reason}"
+            ),
+            Self::MtuReduced { interface, configured, used } => write!(
+                f,
+                "the config sets Backend.MTU {configured}, but {interface} carries only {used} \
+                 bytes: this node uses {used}"
+            ),
+            Self::InterfaceIsolated { interface, address } => write!(
+                f,
+                "the default route leads to no other host, so peers may not reach {address} of \
+                 {interface}"
             ),
             _ => Ok(()),
         }

@@ -47,6 +47,7 @@ impl Backend for VxlanBackend {
         let mut datapath = Datapath::default();
         datapath.devices = devices(config, &options)?;
         datapath.overhead = config.networks.map(|family, _| overhead(family));
+        datapath.mtu = options.mtu;
         datapath.transports = vec![Transport::Udp(options.port)];
         datapath.direct = options.direct_routing;
         datapath.bare = options.direct_routing;

@@ -52,6 +52,7 @@ impl Backend for WireguardBackend {
         let mut datapath = Datapath::default();
         datapath.devices = devices(config, options.mode);
         datapath.overhead = overheads(config, options.mode);
+        datapath.mtu = options.mtu;
         datapath.transports =
             ports(config, &options).values().copied().map(Transport::Udp).collect();
         datapath.transports.dedup();

@@ -14,6 +14,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
+use flannel_api::ProblemCause;
 use flannel_core::lease::View;
 use flannel_core::remedy::Trouble;
 use flannel_core::runtime::lock;
@@ -29,7 +30,7 @@ use changes::Changes;
 use running::CountersRead;
 pub(crate) use running::{FirewallRules, Running};
 pub(crate) use snapshot::{Counters, Facts, NetworkSnapshot, Snapshot};
-use trials::Trials;
+use trials::{Answer, Trials};
 
 /// Sets a log filter, or with `None` the filter of the start. Returns the reason if it cannot.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
@@ -259,7 +260,7 @@ impl Observer {
 
     /// Asks the network that runs whether another one can be built from `config`. Returns the
     /// obstacle as an error, or `None` if no network runs, so that nothing can be asked.
-    pub(crate) async fn try_config(&self, config: Config) -> Option<Result<(), String>> {
+    pub(crate) async fn try_config(&self, config: Config) -> Option<Answer> {
         self.known().running.as_ref()?;
         self.0.trials.ask(config).await
     }
@@ -267,7 +268,7 @@ impl Observer {
     /// Answers [`Self::try_config`] by `check`, until the future is dropped.
     pub(crate) async fn answer_trials(
         &self,
-        check: impl AsyncFn(&Config) -> Result<(), Error>,
+        check: impl AsyncFn(&Config) -> Result<Vec<ProblemCause>, Error>,
     ) -> Infallible {
         self.0.trials.answer(check).await
     }

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
+use super::ExternalInterface;
 use crate::address::Dual;
 use crate::object::LinkName;
 
@@ -16,6 +17,9 @@ pub struct Datapath {
     pub devices: Dual<LinkName>,
     /// The bytes that the tunnel adds to a packet of each family. `None` or 0 if it adds nothing.
     pub overhead: Dual<u32>,
+    /// The MTU between the nodes that the config sets, in bytes. `None` if it sets none. A node
+    /// whose external interface carries less uses the MTU of that interface.
+    pub mtu: Option<u32>,
     /// The packets that firewalls between nodes must let pass, besides packets of pods.
     pub transports: Vec<Transport>,
     /// Whether packets of pods travel between some nodes without a tunnel.
@@ -32,6 +36,11 @@ pub struct Datapath {
 }
 
 impl Datapath {
+    /// The MTU that the config sets, if the external interface carries less.
+    pub fn mtu_above(&self, uplink: &ExternalInterface) -> Option<u32> {
+        self.mtu.filter(|mtu| *mtu > uplink.mtu)
+    }
+
     /// Adds the datapath of a backend that runs beside this one. If both have a tunnel of one
     /// family, the device of `self` stays.
     pub fn merge(&mut self, other: Self) {

@@ -55,27 +55,28 @@ impl LocalEnd {
     }
 }
 
-/// The MTU of the network between the nodes, in bytes. This is the value in the config
-/// (`Backend.MTU`), which is `given`, or else the MTU of the external interface. `None` if neither
-/// is known. `overhead` is the size of the headers that the tunnel of each enabled family adds, in
+/// The MTU of the network between the nodes, in bytes: the smaller of the value in the config
+/// (`Backend.MTU`), which is `given`, and the MTU of the external interface. `None` if neither is
+/// known. `overhead` is the size of the headers that the tunnel of each enabled family adds, in
 /// bytes.
 ///
+/// One config serves all nodes, and some of them may have interfaces with a smaller MTU. So a node
+/// whose interface carries less than the config says uses what it carries
+/// ([`Datapath::mtu_above`](super::Datapath::mtu_above)).
+///
 /// # Errors
-/// The value in the config is larger than the MTU of the interface, or the MTU is too small for the
-/// tunnel. The text has the limit.
+/// The MTU is too small for the tunnel. The text has the limit.
 pub fn underlay_mtu(
     given: Option<u32>,
     uplink: Option<&ExternalInterface>,
     overhead: &Dual<u32>,
 ) -> Result<Option<u32>, String> {
     let (field, underlay) = match (given, uplink) {
-        (Some(mtu), Some(uplink)) if mtu > uplink.mtu => {
-            let most = uplink.mtu;
-            return Err(format!("Backend.MTU {mtu}: at most {most}, the MTU of {}", uplink.name));
+        (Some(mtu), uplink) if uplink.is_none_or(|uplink| mtu <= uplink.mtu) => {
+            ("Backend.MTU", mtu)
         }
-        (Some(mtu), _) => ("Backend.MTU", mtu),
-        (None, Some(uplink)) => ("the interface's MTU", uplink.mtu),
-        (None, None) => return Ok(None),
+        (_, Some(uplink)) => ("the interface's MTU", uplink.mtu),
+        (_, None) => return Ok(None),
     };
     let least = |family: Family, overhead: u32| family.least_mtu() + overhead;
     let neediest = overhead.iter().max_by_key(|(family, overhead)| least(*family, **overhead));

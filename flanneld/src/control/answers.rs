@@ -157,9 +157,12 @@ impl Answers {
             Ok(config) => {
                 let result = self.observer.try_config(config).await;
                 let tried = result.is_some();
-                let obstacle = result.and_then(Result::err);
+                let (warnings, obstacle) = match result {
+                    Some(Err(obstacle)) => (Vec::new(), Some(obstacle)),
+                    answered => (answered.and_then(Result::ok).unwrap_or_default(), None),
+                };
                 let more = More::new();
-                answer(&TrialReport { version: VERSION, tried, obstacle, more })
+                answer(&TrialReport { version: VERSION, tried, obstacle, warnings, more })
             }
             Err(error) => refusal(StatusCode::BAD_REQUEST, format!("config: {error}")),
         }

@@ -2,10 +2,14 @@
 
 use std::convert::Infallible;
 
+use flannel_api::ProblemCause;
 use flannel_core::Config;
 use tokio::sync::{Mutex, mpsc, oneshot};
 
 use crate::error::Error;
+
+/// What the node would do differently than the config says, or the obstacle.
+pub(crate) type Answer = Result<Vec<ProblemCause>, String>;
 
 /// A queue of questions. Each network answers while it runs.
 #[derive(Debug)]
@@ -18,7 +22,7 @@ pub(super) struct Trials {
 #[derive(Debug)]
 struct Trial {
     config: Config,
-    answer: oneshot::Sender<Result<(), String>>,
+    answer: oneshot::Sender<Answer>,
 }
 
 impl Default for Trials {
@@ -29,9 +33,9 @@ impl Default for Trials {
 }
 
 impl Trials {
-    /// Whether a network can be built from `config`. The error is the obstacle. `None` if the
+    /// Whether a network can be built from `config`, and how. `None` if the
     /// network has ended before it answered.
-    pub(super) async fn ask(&self, config: Config) -> Option<Result<(), String>> {
+    pub(super) async fn ask(&self, config: Config) -> Option<Answer> {
         let (answer, answered) = oneshot::channel();
         self.questions.send(Trial { config, answer }).await.ok()?;
         answered.await.ok()
@@ -40,7 +44,7 @@ impl Trials {
     /// Answers the questions by `check`, until the future is dropped.
     pub(super) async fn answer(
         &self,
-        check: impl AsyncFn(&Config) -> Result<(), Error>,
+        check: impl AsyncFn(&Config) -> Result<Vec<ProblemCause>, Error>,
     ) -> Infallible {
         let mut asked = self.asked.lock().await;
         // The sender lives as long as the queue.

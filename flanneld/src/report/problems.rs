@@ -6,6 +6,7 @@ use std::time::SystemTime;
 use flannel_api::{
     LeaseLoss, Problem, ProblemCause, RejectionReport, Severity, SubnetsReport, texts,
 };
+use flannel_core::backend::{AddressDoubt, Datapath, ExternalInterface};
 use flannel_core::object::Key;
 use flannel_core::remedy::Trouble;
 use flannel_core::status::{Advisory, Failure, Rejection};
@@ -43,6 +44,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     }
     if let Some(network) = &snapshot.network {
         found.of_changes(network, snapshot);
+        found.of_interface(&network.running);
     }
     // The sort is stable: within each severity the order above stays.
     found.0.sort_by_key(|found| found.severity);
@@ -354,6 +356,31 @@ impl Found {
             self.warning(ProblemCause::InterfaceChanged { reason }, remedy);
         }
     }
+
+    /// Properties of the external interface that make it less fit.
+    fn of_interface(&mut self, running: &Running) {
+        let Running { iface, datapath, .. } = running;
+        if let Some(cause) = reduced_mtu(datapath, iface) {
+            self.warning(cause, Remedy::run(format!("ip link show {}", iface.name)));
+        }
+        let isolated = iface.doubts.iter().find(|(_, doubt)| **doubt == AddressDoubt::Isolated);
+        if let Some(address) = isolated.and_then(|(family, _)| iface.address[family]) {
+            let interface = iface.name.to_string();
+            let address = address.to_string();
+            let remedy = Remedy::run("ip address").remark("name the right interface with --iface");
+            self.warning(ProblemCause::InterfaceIsolated { interface, address }, remedy);
+        }
+    }
+}
+
+/// The problem that the external interface carries less than the config says, if it does.
+pub(crate) fn reduced_mtu(datapath: &Datapath, iface: &ExternalInterface) -> Option<ProblemCause> {
+    let configured = datapath.mtu_above(iface)?;
+    Some(ProblemCause::MtuReduced {
+        interface: iface.name.to_string(),
+        configured,
+        used: iface.mtu,
+    })
 }
 
 /// What helps if the kernel refuses an object.

@@ -3,6 +3,7 @@
 use flannel_core::Config;
 
 use super::Ended;
+use crate::report::problems::reduced_mtu;
 use crate::run::network::RunningNetwork;
 use crate::run::start::Purpose;
 
@@ -16,7 +17,9 @@ impl QuestionController<'_> {
     pub(crate) async fn run(self) -> Ended {
         let network = self.network;
         let ask = async |to: &Config| {
-            network.starter.try_out(&network.validator, to, Purpose::Question).await
+            network.starter.try_out(&network.validator, to, Purpose::Question).await?;
+            let datapath = network.backends.target.datapath(to)?;
+            Ok(reduced_mtu(&datapath, &network.uplink.iface).into_iter().collect())
         };
         match network.observer.answer_trials(ask).await {}
     }
