@@ -51,6 +51,9 @@ fn list(tried: &[Attempt]) -> String {
 /// The MTU of an interface that leads to no other host, if the devices by which packets leave are
 /// not known: the MTU of Ethernet, in bytes.
 const USUAL_MTU: u32 = 1500;
+/// The kinds of interfaces that lead to other hosts, and not to containers, virtual machines or
+/// tunnels. Physical devices have no kind.
+const UPLINKS: [&str; 7] = ["", "bond", "team", "vlan", "macvlan", "ipvlan", "veth"];
 
 /// A matching interface, with an address of each enabled family.
 struct Found<'a> {
@@ -89,7 +92,8 @@ struct Choice<'a> {
 /// selected needs a matching address in one family only, but one with matching addresses in all
 /// families is preferred. The default route may have several next hops: the interface of the first
 /// usable one is chosen, if possible one that both families use. If only one family has a default
-/// route, that route decides.
+/// route, that route decides. If the default route leads to no other host, the only uplink with
+/// addresses is chosen instead: a physical interface, or a virtual one on top of such.
 ///
 /// If the selector names no address, the best address of the interface is used. These rules decide,
 /// in this order:
@@ -292,9 +296,16 @@ impl<'a> Choice<'a> {
             .collect();
         let Some((first, links)) = uplinks.first() else {
             let families: Vec<_> = self.families.iter().map(ToString::to_string).collect();
-            return Err(match families[..] {
-                [] => "no address family is enabled".to_owned(),
-                _ => format!("there is no {} default route", families.join(" or ")),
+            if families.is_empty() {
+                return Err("no address family is enabled".to_owned());
+            }
+            let missing = format!("there is no {} default route", families.join(" or "));
+            // At boot the default route may come later than addresses of other interfaces.
+            return Err(match self.only_uplink() {
+                Some(only) => {
+                    format!("{missing}: name the interface with iface, such as {}", only.name)
+                }
+                None => missing,
             });
         };
         let is_of_all = |link: &LinkName| uplinks.iter().all(|(_, links)| links.contains(link));
@@ -314,9 +325,25 @@ impl<'a> Choice<'a> {
             reason = format!("{reason}, which also uses {others}");
         }
         if interface.isolated {
+            if let Some(only) = self.only_uplink() {
+                reason = format!("the default route by {link} leads to no other host");
+                return self.with_best(only, false, format!("{reason}, and it is the only uplink"));
+            }
             reason = format!("{reason}, although it leads to no other host");
         }
         self.with_best(interface, false, reason)
+    }
+
+    /// The uplink with addresses of all enabled families that nothing is known against, or `None`
+    /// if there are several or none.
+    fn only_uplink(&self) -> Option<&'a Interface> {
+        let has_address = |interface: &&Interface| {
+            let mut doubts = self.families.iter().map(|family| least_doubt(interface, *family));
+            let is_uplink = UPLINKS.contains(&&*interface.kind) && interface.up;
+            is_uplink && !interface.isolated && doubts.all(|doubt| doubt == Some(None))
+        };
+        let mut uplinks = self.facts.interfaces.iter().filter(has_address);
+        uplinks.next().filter(|_| uplinks.next().is_none())
     }
 
     /// The interfaces of the default route of a family, those that packets can use first. The list
@@ -509,6 +536,7 @@ mod tests {
         };
         Interface {
             name: name.parse().unwrap(),
+            kind: if name == "wg0" { "wireguard".into() } else { String::new() },
             mtu: 1500,
             up: true,
             isolated: name == "lo",
@@ -843,6 +871,34 @@ mod tests {
     }
 
     #[test]
+    fn the_only_uplink_replaces_a_default_route_that_leads_nowhere() {
+        let mut facts = facts();
+        facts.interfaces[0] = interface("lo", &["203.0.113.254"]);
+        facts.interfaces[2].up = false;
+        let made_up = |facts: &Facts| {
+            let default = vec![default_route(Family::V4, &["lo"])];
+            choose(&Selectors::default(), V4, &Facts { default, ..facts.clone() }).unwrap()
+        };
+        let missing = |facts: &Facts| {
+            chosen(&Selectors::default(), &V4, &Facts { default: vec![], ..facts.clone() })
+        };
+        let none = "no external interface: default route: there is no IPv4 default route";
+        let got = made_up(&facts);
+        assert_eq!((got.name.as_str(), got.doubts.v4), ("eth0", None));
+        assert_eq!(
+            got.reason,
+            "the default route by lo leads to no other host, and it is the only uplink"
+        );
+        assert_eq!(missing(&facts), format!("{none}: name the interface with iface, such as eth0"));
+        facts.interfaces[2].up = true;
+        let got = made_up(&facts);
+        assert_eq!((got.name.as_str(), got.doubts.v4), ("lo", Some(AddressDoubt::Isolated)));
+        assert_eq!(missing(&facts), none);
+        facts.interfaces[2].kind = "bridge".into();
+        assert_eq!(made_up(&facts).name.as_str(), "eth0", "eth1 leads to containers");
+    }
+
+    #[test]
     fn networks_node_addresses_and_prescriptions_select_an_interface() {
         let cidr = |texts: &[&str]| Selectors {
             iface_cidr: texts.iter().map(|text| text.parse().unwrap()).collect(),
@@ -999,6 +1055,7 @@ mod tests {
         }
         // A made-up default route, the same on each host.
         facts.interfaces[1].isolated = true;
+        facts.interfaces[2].up = false;
         with(&mut facts, "203.0.113.254/31");
         assert_eq!(doubt(&facts, &[]), Some(AddressDoubt::Isolated));
         assert_eq!(doubt(&facts, &["eth0"]), None, "a user named it");

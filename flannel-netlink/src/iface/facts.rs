@@ -43,6 +43,8 @@ pub struct Facts {
 pub struct Interface {
     /// Its name.
     pub name: LinkName,
+    /// Its kind, such as `bridge`. Empty for a physical device.
+    pub kind: String,
     /// Its MTU in bytes.
     pub mtu: u32,
     /// Whether it is administratively up.
@@ -170,6 +172,7 @@ impl Interface {
     fn of(link: &LinkMessage, addresses: &[AddrMessage]) -> Self {
         Self {
             name: link.name,
+            kind: link.kind_name.clone(),
             mtu: link.mtu,
             up: link.up,
             isolated: link.isolated,
