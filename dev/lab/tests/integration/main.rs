@@ -8,6 +8,7 @@ mod cluster;
 mod confined;
 mod doctor;
 mod extension;
+mod hosts;
 mod moving;
 mod skew;
 mod static_routes;
