@@ -4,6 +4,7 @@
 //! `iptables-restore` only for differences.
 
 pub(crate) mod program;
+pub(crate) mod saved;
 pub(crate) mod script;
 mod watch;
 
@@ -192,18 +193,25 @@ async fn reconcile(
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
     let mut tries = TRIES;
+    let mut deviations: Option<Vec<Deviation>> = None;
+    let mut placed = Vec::new();
     loop {
         let random_fully = !rules.has(family) || tool.is_modern().await?;
         let saved = tool.save().await?;
-        let target = Target { family, scope, random_fully, program: &tool.name };
+        let target = Target { family, scope, random_fully, program: &tool.name, placed: &placed };
         let script = script(&saved, rules, target);
         if script.text.is_empty() || !write {
-            return Ok(script.deviations);
+            return Ok(deviations.unwrap_or(script.deviations));
         }
         tracing::debug!(program = tool.name, script = script.text, "writing rules");
         tries -= 1;
         match tool.restore(&script.text).await {
-            Ok(()) => return Ok(script.deviations),
+            // Another program may have inserted a rule since the rules were read.
+            Ok(()) if !script.numbered.is_empty() && tries > 0 => {
+                deviations.get_or_insert(script.deviations);
+                placed = script.numbered;
+            }
+            Ok(()) => return Ok(deviations.unwrap_or(script.deviations)),
             // Another program may have removed a rule that the script deletes.
             Err(error) if tries > 0 => {
                 tracing::debug!(%error, "the rules are read again");

@@ -170,6 +170,8 @@ pub enum Fault {
     Repeated,
     /// It is a jump that must be the first rule, and another rule comes before it.
     Misplaced,
+    /// It is a jump that no packet reaches, because a rule before it ends the chain.
+    Unreached,
 }
 
 impl fmt::Display for Deviation {
@@ -180,6 +182,7 @@ impl fmt::Display for Deviation {
             Fault::Different => "different",
             Fault::Repeated => "repeated",
             Fault::Misplaced => "not the first rule",
+            Fault::Unreached => "behind a rule that no packet passes",
         };
         write!(f, "{}: {fault}", self.object)
     }

@@ -3,12 +3,18 @@
 //!
 //! A chain is compared as a whole, in order. If it differs, it is emptied and filled again.
 //!
+//! A jump to it is the last rule of the built-in chain, but comes before the first rule that no
+//! packet passes. So the rules of other programs that see packets come first, such as those of
+//! network policies, and flannel's own rules see packets too. A jump that sees packets stays where
+//! it is.
+//!
 //! **Source**: flannel `pkg/trafficmngr/iptables`.
 
 use std::fmt::Write as _;
 
 use flannel_core::address::Family;
 
+use super::saved::{Saved, SavedTable, words};
 use crate::rules::{Chain, Rule, RuleOptions, Rules, Side, Verdict};
 use crate::status::{Deviation, Fault};
 
@@ -110,6 +116,9 @@ pub(crate) struct Script {
     pub(crate) text: String,
     /// The differences.
     pub(crate) deviations: Vec<Deviation>,
+    /// Table and chain of the jumps whose place it gives as a number. The place is wrong if another
+    /// program has inserted a rule meanwhile.
+    pub(crate) numbered: Vec<(&'static str, &'static str)>,
 }
 
 /// The rules that a script is for.
@@ -122,11 +131,16 @@ pub(crate) struct Target<'a> {
     pub(crate) random_fully: bool,
     /// The name of the program in deviations.
     pub(crate) program: &'a str,
+    /// The [`Script::numbered`] jumps of a script that was just applied. They must be directly
+    /// before a rule that no packet passes, not somewhere before it.
+    pub(crate) placed: &'a [(&'static str, &'static str)],
 }
 
 /// The script that turns the rules in `saved`, the output of `iptables-save`, into `rules`.
 pub(crate) fn script(saved: &str, rules: &Rules, target: Target<'_>) -> Script {
-    let Target { family, scope, random_fully, program } = target;
+    let Target { family, scope, random_fully, program, placed } = target;
+    let saved = Saved::read(saved);
+    let none = SavedTable::default();
     let mut script = Script::default();
     for table in ["nat", "filter", "mangle"] {
         let mut lines = String::new();
@@ -139,11 +153,14 @@ pub(crate) fn script(saved: &str, rules: &Rules, target: Target<'_>) -> Script {
                     .collect(),
                 None => Vec::new(),
             };
-            let found = Found::read(saved, place);
-            found.repair(place, &desired, &mut lines, &mut |object: &str, fault| {
+            let key = (place.table, place.chain);
+            let placed = placed.contains(&key);
+            let found = Found::read(saved.table(table).unwrap_or(&none), place, placed);
+            let numbered = found.repair(place, &desired, &mut lines, &mut |object: &str, fault| {
                 let object = format!("{program}, table {table}, {object}");
                 script.deviations.push(Deviation { object, fault });
             });
+            script.numbered.extend(numbered.then_some(key));
         }
         if !lines.is_empty() {
             let _ = write!(script.text, "*{table}\n{lines}COMMIT\n");
@@ -159,8 +176,13 @@ struct Found<'a> {
     rules: Vec<&'a str>,
     /// Jumps to the chain.
     jumps: Vec<Jump<'a>>,
-    /// Another rule comes before the jump in the hook.
-    preceded: bool,
+    /// The number of other rules before the first jump in the hook.
+    before: usize,
+    /// The number of other rules before the rule of the hook that no packet passes. `None` if there
+    /// is no such rule.
+    end: Option<usize>,
+    /// See [`Target::placed`].
+    placed: bool,
 }
 
 #[derive(Debug)]
@@ -171,39 +193,39 @@ struct Jump<'a> {
 }
 
 impl<'a> Found<'a> {
-    fn read(saved: &'a str, place: &Place) -> Self {
-        let mut found = Self::default();
-        let mut table = "";
-        for text in saved.lines() {
-            if let Some(name) = text.strip_prefix('*') {
-                table = name.trim();
-            }
-            if table != place.table {
-                continue;
-            }
-            if let Some(chain) = text.strip_prefix(':') {
-                found.exists |= chain.split(' ').next() == Some(place.chain);
-            }
-            let Some((chain, rule)) = chain_and_rule(text) else { continue };
-            if chain == place.chain {
-                found.rules.push(rule);
-            } else if goes_to(rule, place.chain) {
-                found.jumps.push(Jump { from: chain, rule });
-            } else if chain == place.hook && found.jumps.iter().all(|jump| jump.from != chain) {
-                found.preceded = true;
-            }
+    fn read(table: &SavedTable<'a>, place: &Place, placed: bool) -> Self {
+        let mut found = Self {
+            exists: table.chain(place.chain).is_some(),
+            rules: table.rules(place.chain).to_vec(),
+            placed,
+            ..Self::default()
+        };
+        let hook = table.rules(place.hook);
+        let is_jump = |rule: &&&str| goes_to(rule, place.chain);
+        found.before = hook.iter().take_while(|rule| !is_jump(rule)).count();
+        let mut others = hook.iter().filter(|rule| !is_jump(rule));
+        // The chain of the forward rules would accept the packets too.
+        let accepts =
+            |rule: &str| place.content == Some(Chain::Forward) && rule.ends_with("-j ACCEPT");
+        found.end = others.position(|rule| table.ends_all(rule) && !accepts(rule));
+        let mut chains: Vec<_> = table.chains().filter(|(name, _)| *name != place.chain).collect();
+        chains.sort_by_key(|(name, _)| *name);
+        for (from, chain) in chains {
+            let jumps = chain.rules.iter().filter(is_jump);
+            found.jumps.extend(jumps.map(|rule| Jump { from, rule }));
         }
         found
     }
 
     /// Adds lines to `lines` that make the chain equal to `desired`. Reports each difference.
+    /// Returns true if a line has the number of a place.
     fn repair(
         &self,
         place: &Place,
         desired: &[String],
         lines: &mut String,
         deviates: &mut impl FnMut(&str, Fault),
-    ) {
+    ) -> bool {
         let chain = place.chain;
         let title = format!("chain {chain}");
         if desired.is_empty() {
@@ -215,7 +237,7 @@ impl<'a> Found<'a> {
                 }
                 let _ = writeln!(lines, "-X {chain}");
             }
-            return;
+            return false;
         }
         let is_filled = self.rules.len() == desired.len()
             && self.rules.iter().zip(desired).all(|(is, want)| meaning(is) == meaning(want));
@@ -227,16 +249,17 @@ impl<'a> Found<'a> {
                 let _ = writeln!(lines, "-A {chain} {rule}");
             }
         }
-        self.repair_jump(place, lines, deviates);
+        self.repair_jump(place, lines, deviates)
     }
 
-    /// Adds lines to `lines` after which the hook has the jump to the chain exactly once.
+    /// Adds lines to `lines` after which the hook has the jump to the chain exactly once. Returns
+    /// true if a line has the number of a place.
     fn repair_jump(
         &self,
         place: &Place,
         lines: &mut String,
         deviates: &mut impl FnMut(&str, Fault),
-    ) {
+    ) -> bool {
         let Place { chain, hook, .. } = *place;
         let wanted = format!("-m comment --comment \"{}\" -j {chain}", place.comment);
         let jumps: Vec<&str> =
@@ -244,12 +267,12 @@ impl<'a> Found<'a> {
         // A rule before it could accept a packet that must not leave.
         let comes_first = place.content == Some(Chain::Encryption);
         let fault = match jumps[..] {
-            [only] if meaning(only) == meaning(&wanted) => {
-                if !(comes_first && self.preceded) {
-                    return;
-                }
-                Fault::Misplaced
-            }
+            [only] if meaning(only) == meaning(&wanted) => match self.end {
+                _ if comes_first && self.before > 0 => Fault::Misplaced,
+                Some(end) if !comes_first && self.before > end => Fault::Unreached,
+                Some(end) if self.placed && self.before < end => Fault::Misplaced,
+                _ => return false,
+            },
             [] => Fault::Missing,
             [_] => Fault::Different,
             _ => Fault::Repeated,
@@ -258,20 +281,14 @@ impl<'a> Found<'a> {
         for rule in jumps {
             let _ = writeln!(lines, "-D {hook} {rule}");
         }
-        let add = if comes_first { "-I" } else { "-A" };
-        let _ = writeln!(lines, "{add} {hook} {wanted}");
+        let add = match self.end {
+            _ if comes_first => format!("-I {hook}"),
+            Some(end) => format!("-I {hook} {}", end + 1),
+            None => format!("-A {hook}"),
+        };
+        let _ = writeln!(lines, "{add} {wanted}");
+        !comes_first && self.end.is_some()
     }
-}
-
-/// The chain and the rest of a line that adds a rule. `None` for other lines.
-fn chain_and_rule(line: &str) -> Option<(&str, &str)> {
-    // Old versions and `--counters` print counters before `-A`.
-    let at = line.find("-A ")?;
-    if at != 0 && !line.starts_with('[') {
-        return None;
-    }
-    let rule = &line[at + "-A ".len()..];
-    Some(rule.split_once(' ').unwrap_or((rule, "")))
 }
 
 /// A rule in the notation of `iptables-save`.
@@ -330,27 +347,6 @@ fn meaning(rule: &str) -> Vec<Vec<String>> {
     parts
 }
 
-/// The words of a rule. Double quotes enclose a word, and a backslash escapes a character.
-fn words(rule: &str) -> Vec<String> {
-    let mut words = Vec::new();
-    let mut word: Option<String> = None;
-    let mut quoted = false;
-    let mut chars = rule.chars();
-    while let Some(char) = chars.next() {
-        match char {
-            '"' => {
-                quoted = !quoted;
-                word.get_or_insert_default();
-            }
-            '\\' => word.get_or_insert_default().extend(chars.next()),
-            ' ' if !quoted => words.extend(word.take()),
-            _ => word.get_or_insert_default().push(char),
-        }
-    }
-    words.extend(word);
-    words
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -391,8 +387,13 @@ COMMIT
 "#
     );
 
-    const TARGET: Target<'_> =
-        Target { family: Family::V4, scope: Scope::All, random_fully: true, program: "iptables" };
+    const TARGET: Target<'_> = Target {
+        family: Family::V4,
+        scope: Scope::All,
+        random_fully: true,
+        program: "iptables",
+        placed: &[],
+    };
 
     fn v4(saved: &str, rule_options: RuleOptions) -> Script {
         script(saved, &rules(rule_options), TARGET)
@@ -473,6 +474,90 @@ COMMIT
             script.text,
             format!("*nat\n{}{jump}COMMIT\n", jump.replace("-A", "-D").repeat(2))
         );
+    }
+
+    const FORWARD: RuleOptions =
+        RuleOptions { masquerade: false, fully_random: true, forward: true, encrypted: None };
+
+    /// The rules of the chain `FORWARD`, in order, on a host with the forward rules. `J` stands for
+    /// the jump.
+    fn forward(rules: &[&str]) -> String {
+        const JUMP: &str = "-m comment --comment \"flanneld forward\" -j FLANNEL-FWD";
+        let ours = IN_PLACE.lines().filter(|line| line.starts_with("-A FLANNEL-FWD"));
+        let ours: Vec<&str> = ours.collect();
+        let rules = rules
+            .iter()
+            .map(|rule| format!("-A FORWARD {}\n", if *rule == "J" { JUMP } else { rule }));
+        let rules: String = rules.collect();
+        format!(
+            "*filter\n:FORWARD ACCEPT [0:0]\n:FLANNEL-FWD - [0:0]\n:UFW - [0:0]\n{rules}{}\n\
+             -A UFW -p icmp -j ACCEPT\n-A UFW -j DROP\nCOMMIT\n",
+            ours.join("\n")
+        )
+    }
+
+    #[test]
+    fn a_jump_is_after_all_rules_that_see_packets_and_before_one_that_no_packet_passes() {
+        const POLICY: &str = "-s 10.1.0.0/16 -j MYPOLICY";
+        const REJECT: &str = "-j REJECT --reject-with icmp-host-prohibited";
+        for (rules, command) in [
+            (&[][..], "-A FORWARD -m"),
+            (&[POLICY], "-A FORWARD -m"),
+            (&[REJECT], "-I FORWARD 1 -m"),
+            (&[POLICY, REJECT], "-I FORWARD 2 -m"),
+            (&[POLICY, POLICY, REJECT, REJECT], "-I FORWARD 3 -m"),
+            // No packet reaches the policy.
+            (&[REJECT, POLICY], "-I FORWARD 1 -m"),
+            (&[POLICY, "-j UFW"], "-I FORWARD 2 -m"),
+            (&[POLICY, "-j ACCEPT"], "-A FORWARD -m"),
+            (&[POLICY, "-j RETURN"], "-I FORWARD 2 -m"),
+            (&[POLICY, "-i eth0 -j UFW"], "-A FORWARD -m"),
+        ] {
+            let script = v4(&forward(rules), FORWARD);
+            let missing = "filter, jump from FORWARD to FLANNEL-FWD: missing";
+            assert_eq!(faults(&script), [missing], "{rules:?}");
+            let lines: Vec<&str> = script.text.lines().collect();
+            assert!(lines.len() == 3 && lines[1].starts_with(command), "{rules:?}: {script:?}");
+            assert_eq!(script.numbered.is_empty(), command.starts_with("-A"), "{rules:?}");
+        }
+        for rules in [
+            &["J"][..],
+            &["J", POLICY],
+            &["J", REJECT],
+            &[POLICY, "J", REJECT],
+            &["J", POLICY, REJECT],
+            &[POLICY, "-p tcp -j DROP", "J", POLICY, "-j UFW"],
+        ] {
+            assert_eq!(v4(&forward(rules), FORWARD), Script::default(), "{rules:?}: it stays");
+        }
+        for (rules, place) in [
+            (&[REJECT, "J"][..], 1),
+            (&[POLICY, "-j UFW", POLICY, "J"], 2),
+            (&[REJECT, "J", REJECT], 1),
+        ] {
+            let script = v4(&forward(rules), FORWARD);
+            let behind =
+                "filter, jump from FORWARD to FLANNEL-FWD: behind a rule that no packet passes";
+            assert_eq!(faults(&script), [behind], "{rules:?}");
+            let moved = [" -D FORWARD -m", &format!(" -I FORWARD {place} -m")];
+            assert!(
+                moved.iter().all(|part| script.text.replace('\n', " ").contains(part)),
+                "{script:?}"
+            );
+        }
+    }
+
+    /// Another program has inserted a rule since the rules were read.
+    #[test]
+    fn a_jump_that_was_just_placed_has_no_other_rule_behind_it_that_sees_packets() {
+        let placed = Target { placed: &[("filter", "FLANNEL-FWD")], ..TARGET };
+        let look = |found: &[&str], target| script(&forward(found), &rules(FORWARD), target);
+        let early = ["-s 10.9.0.0/16 -j DROP", "J", "-s 10.1.0.0/16 -j MYPOLICY", "-j DROP"];
+        assert_eq!(look(&early, TARGET), Script::default());
+        let again = look(&early, placed);
+        assert!(again.text.contains("-I FORWARD 3 -m"), "{again:?}");
+        let right = ["-s 10.1.0.0/16 -j MYPOLICY", "J", "-j DROP"];
+        assert_eq!(look(&right, placed), Script::default());
     }
 
     #[test]
@@ -568,14 +653,5 @@ COMMIT
             script.text.starts_with("*nat\n:FLANNEL-POSTRTG - [0:0]\n")
                 && !script.text.contains("10.1.8.0")
         );
-    }
-
-    #[test]
-    fn words_are_split_like_in_a_shell() {
-        assert_eq!(
-            words(r#"-m comment --comment "a \"b\" c" -j X"#),
-            ["-m", "comment", "--comment", "a \"b\" c", "-j", "X"]
-        );
-        assert_eq!(words(r#"--comment """#), ["--comment", ""]);
     }
 }

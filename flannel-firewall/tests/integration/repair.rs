@@ -5,9 +5,10 @@ use std::time::Duration;
 use crate::fixture::tools::{nft, reorder_nft};
 use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::Family;
-use flannel_firewall::{Deviation, Fault};
+use flannel_firewall::{Deviation, Fault, RuleOptions};
 
 in_every_mode!(
+    a_jump_is_between_policies_and_a_rule_that_rejects_everything,
     changes_by_other_programs_are_repaired,
     another_order_is_repaired,
     lasting_changes_by_another_program_are_repaired_and_counted
@@ -155,4 +156,73 @@ async fn lasting_changes_by_another_program_are_repaired_and_counted(fixture: Fi
     for family in Family::BOTH {
         fixture.assert_masqueraded(family);
     }
+}
+
+/// The order of the rules of `FORWARD`, by their targets.
+fn order(fixture: &Fixture, kind: Kind, family: Family) -> Vec<String> {
+    let rules = fixture.tools.iptables(kind, family, "-S FORWARD");
+    let target = |rule: &str| {
+        let (_, target) = rule.split_once("-j ")?;
+        target.split(' ').next().map(str::to_owned)
+    };
+    rules.lines().filter_map(target).collect()
+}
+
+async fn a_jump_is_between_policies_and_a_rule_that_rejects_everything(
+    fixture: Fixture,
+    kind: Kind,
+) {
+    // In nftables mode the rules of iptables have their own tables.
+    if kind == Kind::Nftables {
+        return nftables_rules_leave_nothing_in_iptables(&fixture).await;
+    }
+    let iptables = |args: &str| {
+        for family in Family::BOTH {
+            let args = words(args, family);
+            fixture.tools.iptables(kind, family, &args);
+        }
+    };
+    let is_ordered = |expected: &[&str]| {
+        for family in Family::BOTH {
+            assert_eq!(order(&fixture, kind, family), expected, "{family}");
+        }
+    };
+    iptables("-A FORWARD -j REJECT");
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    is_ordered(&["FLANNEL-FWD", "REJECT"]);
+    for family in Family::BOTH {
+        assert!(fixture.seen(family, Place::Pod, Place::Peer).is_some());
+    }
+    // A jump that is lost is restored behind a policy that was added after it.
+    running.stop().await;
+    iptables("-N MYPOLICY");
+    iptables("-A MYPOLICY -s NETWORK -d NETWORK -j DROP");
+    iptables("-I FORWARD 2 -j MYPOLICY");
+    iptables("-D FORWARD 1");
+    running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    is_ordered(&["MYPOLICY", "FLANNEL-FWD", "REJECT"]);
+    for family in Family::BOTH {
+        let within = Duration::from_millis(300);
+        let seen = fixture.seen_at(family, Place::Pod, Place::Peer, 0, within);
+        assert_eq!(seen, None, "the policy sees the packet first");
+    }
+    // A rule that ends the chain later.
+    let repairs = running.status.borrow().repairs;
+    iptables("-I FORWARD -j DROP");
+    running.until(|status| status.repairs >= repairs + 1).await;
+    for family in Family::BOTH {
+        let first = || order(&fixture, kind, family)[0] == "FLANNEL-FWD";
+        test_support::eventually_async(Duration::from_secs(20), async || first(), String::new)
+            .await;
+    }
+    let without = RuleOptions { forward: false, ..ALL };
+    running.want(rules_of(Place::Pod, without)).await;
+    is_ordered(&["DROP", "MYPOLICY", "REJECT"]);
+}
+
+async fn nftables_rules_leave_nothing_in_iptables(fixture: &Fixture) {
+    fixture.tools.iptables(Kind::IptablesNft, Family::V4, "-A FORWARD -j REJECT");
+    let running = Running::start(fixture, Kind::Nftables, rules_of(Place::Pod, ALL), RESYNC).await;
+    assert_eq!(order(fixture, Kind::IptablesNft, Family::V4), ["REJECT"]);
+    running.stop().await;
 }
