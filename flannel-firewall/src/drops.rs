@@ -1,365 +1,445 @@
-//! Chains of any program that drop forwarded packets by policy.
+//! Rules of any program that stop packets of pods.
 //!
 //! A packet passes only if each table accepts it. So an accepting rule in one table does not
-//! override the policy of a chain in another table.
+//! override a drop in another table. The module asks the rules of nf_tables, and of the legacy
+//! tables of iptables, what they do with packets of pods, hook by hook.
 
+mod extension;
+mod iptables;
+mod memory;
+mod nft;
+mod packet;
+mod text;
+mod walk;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::NetfilterSocket;
-use flannel_netlink::nftables::{ChainHead, Expr, Table, TableFamily, hook, meta, verdict};
-use tokio::sync::Mutex;
-use tokio::time::{Instant, timeout};
+use flannel_netlink::nftables::program::Translation;
+use flannel_netlink::nftables::{self, Base, ChainHead, Table, TableFamily, verdict};
 
+use self::iptables::IptablesTable;
+pub use self::memory::LegacyMemory;
+use self::nft::{Known, NftTable};
+pub use self::packet::{Device, Flow, PodPackets};
+use self::packet::{Hook, Packet, Stage, TCP, UDP};
+use self::walk::{Hit, Walk, Way};
 use crate::error::Error;
-use crate::iptables::program::{Programs, Variant};
-use crate::iptables::{legacy_tables, script};
+use crate::iptables::legacy_tables;
+use crate::iptables::program::Programs;
+use crate::iptables::saved::Saved;
 
-/// The families whose packets a table may drop.
-const FAMILIES: [(TableFamily, &[Family]); 3] = [
-    (TableFamily::Inet, &Family::BOTH),
-    (TableFamily::Ip, &[Family::V4]),
-    (TableFamily::Ip6, &[Family::V6]),
-];
+/// The tables of iptables, in the order in which a packet passes them.
+const TABLES: [&str; 5] = ["raw", "mangle", "nat", "filter", "security"];
+/// `NFT_TABLE_F_DORMANT`.
+const DORMANT: u32 = 1;
+/// The largest number of single pods whose packets are followed, and of rules that are asked for
+/// all packets. Kubernetes has tens of thousands of rules, of which a packet meets half.
+const MOST_PODS: usize = 64;
+const MOST_RULES: usize = 4_000_000;
+/// The start of the names of chains and tables that carry out network policies. What they do with
+/// single pods is wanted.
+const POLICIES: [&str; 6] =
+    ["KUBE-POD-FW-", "KUBE-NWPLCY-", "cali-", "CILIUM_", "calico", "kube-network-policies"];
 
-/// A chain that drops forwarded packets unless one of its rules accepts them.
+/// What a rule does with packets of pods.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Effect {
+    /// Drops them silently.
+    Drop,
+    /// Drops them, with an answer to the sender.
+    Reject,
+    /// Gives them to a queue that no program reads, so that the kernel drops them.
+    Queue,
+    /// Gives packets between pods other addresses.
+    Translate(Translation),
+}
+
+/// A rule or a policy of another program that stops or changes packets of pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct ForwardDrop {
-    /// The family of the dropped packets.
+pub struct Stop {
+    /// What it does.
+    pub effect: Effect,
+    /// The family of the packets.
     pub family: Family,
+    /// The packets, at least one kind.
+    pub flows: BTreeSet<Flow>,
+    /// The pods whose packets it concerns. Empty if it concerns all.
+    pub pods: BTreeSet<IpAddr>,
     /// The table in the notation of the tools: `ip filter`, `inet firewalld`.
     pub table: String,
-    /// The name of the chain.
+    /// The chain that has the rule or the policy.
     pub chain: String,
+    /// The name of the hook in `nft`, for example `forward`.
+    pub hook: String,
+    /// The rule. `None` for the policy of the chain.
+    pub rule: Option<StoppingRule>,
+    /// The chains that the packet has entered before, from the base chain on.
+    pub entered: Vec<String>,
     /// Whether it is in the kernel's legacy tables, which only `iptables-legacy` shows.
     pub legacy: bool,
-    /// Whether rules before the policy accept packets from and to the pod network: flannel's
-    /// forward rules in the same table, or rules of the chain itself. Jumps to other chains are not
-    /// followed.
-    pub accepts_pods: bool,
     /// The age of this information. It is 0 except for legacy tables from a [`LegacyMemory`].
     pub age: Duration,
 }
 
-/// For example `chain FORWARD of table ip filter (iptables-legacy, 8 s ago)`.
-impl fmt::Display for ForwardDrop {
+/// A rule of a [`Stop`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StoppingRule {
+    /// The rule, in the notation of `nft` as far as this crate knows its parts, or in that of
+    /// iptables.
+    pub text: String,
+    /// Its number in the chain, from 1.
+    pub number: usize,
+    /// The number by which `nft` names it. `None` in legacy tables.
+    pub handle: Option<u64>,
+}
+
+/// For example ``rule `reject` of chain FORWARD in table ip filter (hook forward, iptables-legacy,
+/// 8 s ago)``.
+impl fmt::Display for Stop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "chain {} of table {}", self.chain, self.table)?;
-        if !self.legacy {
-            return Ok(());
+        match &self.rule {
+            Some(rule) => write!(f, "rule `{}` of", rule.text)?,
+            None => f.write_str("the policy of")?,
         }
-        match self.age.as_secs() {
-            0 => f.write_str(" (iptables-legacy)"),
-            age => write!(f, " (iptables-legacy, {age} s ago)"),
+        write!(f, " chain {} in table {} (hook {}", self.chain, self.table, self.hook)?;
+        if self.legacy {
+            f.write_str(", iptables-legacy")?;
+            if self.age.as_secs() > 0 {
+                write!(f, ", {} s ago", self.age.as_secs())?;
+            }
         }
+        f.write_str(")")
     }
 }
 
-/// [`LegacyMemory::forget`] keeps output younger than this, so that requests start few processes.
-const MIN_AGE: Duration = Duration::from_secs(1);
-/// The time limit for a program.
-const PATIENCE: Duration = Duration::from_secs(2);
-
-/// A cache of the output of `iptables-legacy-save`, or of its error. It saves processes: each read
-/// of the legacy tables starts one, and the kernel reports no changes. The default caches nothing.
-#[derive(Debug, Default)]
-pub struct LegacyMemory {
-    keep: Duration,
-    saved: Mutex<Dual<Saved>>,
-}
-
-/// The output for a family, and when it was read.
-#[derive(Debug, Clone)]
-struct Saved {
-    at: Instant,
-    output: Result<String, Arc<Error>>,
-}
-
-impl LegacyMemory {
-    /// A cache whose entries are valid for `keep`. If `keep` is zero, nothing is cached.
-    pub fn new(keep: Duration) -> Self {
-        Self { keep, saved: Mutex::default() }
-    }
-
-    /// Forgets the output, unless it is younger than a second.
-    ///
-    /// # Cancel safety
-    /// The call can be dropped: it forgets everything or nothing.
-    pub async fn forget(&self) {
-        let mut saved = self.saved.lock().await;
-        for family in Family::BOTH {
-            saved[family].take_if(|saved| saved.at.elapsed() >= MIN_AGE);
-        }
-    }
-
-    /// The output and its age. Simultaneous calls share one process.
-    async fn save(&self, programs: &Programs, family: Family) -> Result<(Duration, String), Error> {
-        let mut saved = self.saved.lock().await;
-        if let Some(known) = &saved[family]
-            && known.at.elapsed() < self.keep
-        {
-            let output = known.output.clone().map_err(Error::Again)?;
-            return Ok((known.at.elapsed(), output));
-        }
-        let output = run_save(programs, family).await.map_err(Arc::new);
-        saved[family] = Some(Saved { at: Instant::now(), output: output.clone() });
-        Ok((Duration::ZERO, output.map_err(Error::Again)?))
-    }
-}
-
-async fn run_save(programs: &Programs, family: Family) -> Result<String, Error> {
-    let programs = Programs { variant: Variant::Legacy, ..programs.clone() };
-    let tool = programs.find(family)?;
-    timeout(PATIENCE, tool.save()).await.unwrap_or_else(|_| {
-        Err(Error::Late { program: format!("{}-save", tool.name), seconds: PATIENCE.as_secs() })
-    })
-}
-
-/// The result of [`forward_drops`].
+/// The result of [`stopped_packets`].
 #[derive(Debug, Default)]
 #[non_exhaustive]
-pub struct ForwardDrops {
-    /// The dropping chains that could be read.
-    pub found: Vec<ForwardDrop>,
-    /// Why other chains could not be read. Reading needs `CAP_NET_ADMIN`. If the kernel has legacy
+pub struct Stops {
+    /// The rules and policies that could be read.
+    pub found: Vec<Stop>,
+    /// Why others could not be read. Reading needs `CAP_NET_ADMIN`. If the kernel has legacy
     /// tables, it also needs `iptables-legacy-save`.
     pub unread: Vec<Error>,
 }
 
-/// Finds the chains that drop forwarded packets by policy, in the network namespace of the
-/// runtime's threads. Tells for each whether its rules accept the packets of the pod networks
-/// `networks` before.
+/// Finds the rules of other programs that stop packets of pods, or translate packets between pods,
+/// in the network namespace of the runtime's threads.
 ///
-/// A program is run only if the kernel has a legacy table `filter` that is not in `memory`.
+/// Only rules that surely match are found: a condition that this crate does not know, such as a set
+/// of `ipset`, never makes a finding. The packets are the first ones of connections, of TCP and
+/// UDP, with ports that no service has. Packets of a single pod are followed if a rule names its
+/// address.
+///
+/// A program is run only if the kernel has legacy tables that are not in `memory`.
 ///
 /// # Cancel safety
 /// The call only reads, so it can be dropped.
-pub async fn forward_drops(
+pub async fn stopped_packets(
     programs: &Programs,
-    networks: &Dual<Subnet>,
+    pods: &Dual<PodPackets>,
     memory: &LegacyMemory,
-) -> ForwardDrops {
-    let pods = *networks;
-    let mut drops = ForwardDrops::default();
-    match blocking(move || nf_tables(&pods)).await {
-        Ok(found) => drops.found = found,
+) -> Stops {
+    let of = pods.clone();
+    let mut stops = Stops::default();
+    match blocking(move || nf_tables(&of)).await {
+        Ok(found) => stops.found = found,
         Err(Error::NoNftables { .. }) => {}
-        Err(error) => drops.unread.push(error),
+        Err(error) => stops.unread.push(error),
     }
-    for family in Family::BOTH {
-        if legacy_tables(family).iter().any(|table| table == "filter") {
-            match memory.save(programs, family).await {
-                Ok((age, saved)) => {
-                    let drop = in_saved(&saved, family, networks[family]);
-                    drops.found.extend(drop.map(|drop| ForwardDrop { age, ..drop }));
+    for (family, pods) in pods.iter() {
+        if legacy_tables(family).is_empty() {
+            continue;
+        }
+        match memory.save(programs, family).await {
+            Ok((age, saved)) => {
+                let found = in_saved(&saved, pods, &Queues::read()).unwrap_or_default();
+                stops.found.extend(found.into_iter().map(|stop| Stop { age, ..stop }));
+            }
+            Err(error) => stops.unread.push(error),
+        }
+    }
+    stops
+}
+
+/// The queues that programs read.
+#[derive(Debug, Default)]
+struct Queues {
+    /// `None` if that is not known.
+    read: Option<BTreeSet<u16>>,
+}
+
+impl Queues {
+    /// The queues of this network namespace.
+    fn read() -> Self {
+        let file = std::fs::read_to_string("/proc/thread-self/net/netfilter/nfnetlink_queue");
+        let number = |line: &str| line.split_whitespace().next()?.parse().ok();
+        Self { read: file.ok().map(|text| text.lines().filter_map(number).collect()) }
+    }
+
+    /// Where a packet goes from a queue. `number` is `None` if it is not known.
+    fn way(&self, number: Option<u16>, bypass: bool) -> Way {
+        match (number, &self.read) {
+            _ if bypass => Way::Accept,
+            (Some(number), Some(read)) if !read.contains(&number) => Way::End(Effect::Queue),
+            // The program decides.
+            _ => Way::Accept,
+        }
+    }
+}
+
+/// A hit, with what is needed to report it.
+struct Found {
+    table: String,
+    hook: Hook,
+    hit: Hit,
+    rule: Option<StoppingRule>,
+    entered: Vec<String>,
+}
+
+/// The stops by the chain and the number of the rule.
+type Collected = BTreeMap<(String, Hit), Stop>;
+
+/// Follows the packets of a family. `walk` follows a packet through the chains of a hook.
+fn follow(
+    pods: &PodPackets,
+    legacy: bool,
+    mut walk: impl FnMut(Stage, &mut Packet) -> Result<Vec<Found>, Error>,
+) -> Result<Vec<Stop>, Error> {
+    let mut all = Collected::new();
+    let mut pass = |packet: &mut Packet, stages: &[Stage]| {
+        let mut found = Vec::new();
+        for stage in stages {
+            (packet.from, packet.to) = (stage.from, stage.to);
+            found.extend(walk(*stage, packet)?);
+        }
+        found.retain(|it| is_reported(it, packet.flow));
+        Ok(found)
+    };
+    for protocol in [TCP, UDP] {
+        for (packet, stages) in pods.packets(protocol) {
+            let mut first = packet.clone();
+            for found in pass(&mut first, &stages)? {
+                note(&mut all, found, &packet, legacy, None);
+            }
+            let named = first.named.iter().filter(|_| protocol == TCP).take(MOST_PODS);
+            for address in named {
+                let Some(mut single) = pods.with(&packet, *address) else { continue };
+                for found in pass(&mut single, &stages)? {
+                    if !is_policy(&found) {
+                        note(&mut all, found, &packet, legacy, Some(*address));
+                    }
                 }
-                Err(error) => drops.unread.push(error),
             }
         }
     }
-    drops
+    Ok(all.into_values().collect())
 }
 
-fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
+/// Whether a hit is worth a report: flannel's own rules are not, and translations only of packets
+/// between pods.
+fn is_reported(found: &Found, flow: Flow) -> bool {
+    let table = found.table.split(' ').nth(1).unwrap_or_default();
+    let is_ours = table.starts_with("flannel-") || found.hit.chain.starts_with("FLANNEL-");
+    let matters = !matches!(found.hit.effect, Effect::Translate(_)) || flow.is_between_pods();
+    matters && !is_ours
+}
+
+fn is_policy(found: &Found) -> bool {
+    let table = found.table.split(' ').nth(1).unwrap_or_default();
+    POLICIES.iter().any(|start| table.starts_with(start) || found.hit.chain.starts_with(start))
+}
+
+/// Adds a hit to the stops. `pod` is the only pod that it concerns.
+fn note(all: &mut Collected, found: Found, packet: &Packet, legacy: bool, pod: Option<IpAddr>) {
+    let Found { table, hook, hit, rule, entered } = found;
+    let key = (table.clone(), hit.clone());
+    let is_new = !all.contains_key(&key);
+    let stop = all.entry(key).or_insert_with(|| Stop {
+        effect: hit.effect,
+        family: packet.family,
+        flows: BTreeSet::new(),
+        pods: BTreeSet::new(),
+        table,
+        chain: hit.chain,
+        hook: hook.to_string(),
+        rule,
+        entered,
+        legacy,
+        age: Duration::ZERO,
+    });
+    match pod {
+        Some(_) if !is_new && stop.pods.is_empty() => {}
+        Some(pod) => {
+            stop.pods.insert(pod);
+            stop.flows.insert(packet.flow);
+        }
+        None => {
+            stop.pods.clear();
+            stop.flows.insert(packet.flow);
+        }
+    }
+}
+
+/// A base chain.
+struct Start {
+    family: TableFamily,
+    head: ChainHead,
+    base: Base,
+}
+
+/// The stops in nf_tables.
+fn nf_tables(pods: &Dual<PodPackets>) -> Result<Vec<Stop>, Error> {
     let about = |error| Error::kernel("nftables", error);
     let mut socket = NetfilterSocket::open().map_err(about)?;
-    let mut found = Vec::new();
-    for (table_family, families) in FAMILIES {
-        let chains = ChainHead::all(&mut socket, table_family).map_err(about)?;
-        for chain in chains.iter().filter(|chain| drops_forwarded(chain)) {
-            let table = Table { family: table_family, name: &chain.table };
-            let rules: Vec<Vec<Expr>> = table
-                .rules(&mut socket)
-                .map_err(about)?
-                .into_iter()
-                .filter(|(name, _)| *name == chain.name)
-                .map(|(_, rule)| rule)
-                .collect();
-            // flannel has its forward rules of iptables in tables of one family.
-            let has_our_rules =
-                table_family != TableFamily::Inet && has_our_forward_chain(&chains, &chain.table);
-            for family in families {
-                let accepts_pods = has_our_rules
-                    || networks[*family].is_some_and(|network| accept(&rules, network));
-                found.push(ForwardDrop {
-                    family: *family,
-                    table: format!("{table_family} {}", chain.table),
-                    chain: chain.name.clone(),
-                    legacy: false,
-                    accepts_pods,
-                    age: Duration::ZERO,
-                });
-            }
-        }
-    }
-    Ok(found)
-}
-
-/// Whether the chain drops forwarded packets by policy.
-fn drops_forwarded(chain: &ChainHead) -> bool {
-    chain
-        .base
-        .as_ref()
-        .is_some_and(|base| base.hook == hook::FORWARD && base.policy == verdict::DROP)
-}
-
-/// Whether the table has one of flannel's forward chains of iptables.
-fn has_our_forward_chain(chains: &[ChainHead], table: &str) -> bool {
-    script::forward_chains().any(|(of, name)| {
-        of == table && chains.iter().any(|chain| chain.table == table && chain.name == name)
-    })
-}
-
-/// Whether the rules accept all packets from the network, and all packets to it.
-fn accept(rules: &[Vec<Expr>], network: Subnet) -> bool {
-    let accepted: Vec<Accepted> =
-        rules.iter().filter_map(|rule| accepted_by(rule, network)).collect();
-    let accepts = |wanted| accepted.iter().any(|it| *it == wanted || *it == Accepted::All);
-    accepts(Accepted::From) && accepts(Accepted::To)
-}
-
-/// The packets that a rule accepts.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Accepted {
-    /// All packets from the pod network.
-    From,
-    /// All packets to the pod network.
-    To,
-    /// All packets of the family.
-    All,
-}
-
-/// The packets that a rule accepts. `None` if it has other conditions, or does not accept.
-fn accepted_by(rule: &[Expr], network: Subnet) -> Option<Accepted> {
-    let family = network.family();
-    // The offsets of the addresses in the IP header.
-    let (source, destination) = if family == Family::V4 { (12, 16) } else { (8, 24) };
-    let mut accepted = Accepted::All;
-    let mut exprs = rule.iter().peekable();
-    while let Some(expr) = exprs.next() {
-        match expr {
-            Expr::Counter => {}
-            // The condition on the family, in `inet` tables.
-            Expr::Meta(meta::NFPROTO) => match exprs.next()? {
-                Expr::Compare { equal: true, value }
-                    if value[..] == [TableFamily::from(family).protocol()] => {}
-                _ => return None,
-            },
-            Expr::Header { offset, len }
-                if [source, destination].contains(offset) && accepted == Accepted::All =>
-            {
-                let mask = exprs.next_if(|expr| matches!(expr, Expr::Mask(_)));
-                let Expr::Compare { equal: true, value } = exprs.next()? else { return None };
-                let bits = match mask {
-                    Some(Expr::Mask(mask)) => mask.iter().map(|byte| byte.count_ones()).sum(),
-                    _ => 8 * len,
-                };
-                let mut octets = value.clone();
-                octets.resize(usize::from(network.family().bits() / 8), 0);
-                let base: IpAddr = match network.family() {
-                    Family::V4 => <[u8; 4]>::try_from(octets).ok()?.into(),
-                    Family::V6 => <[u8; 16]>::try_from(octets).ok()?.into(),
-                };
-                if !Subnet::new(base, u8::try_from(bits).ok()?)?.covers(&network) {
-                    return None;
+    let queues = Queues::read();
+    nftables::at_one_moment(&mut socket, about, |socket| {
+        let starts = starts(socket).map_err(about)?;
+        let mut known: HashMap<(u8, String), Known> = HashMap::new();
+        let mut budget = MOST_RULES;
+        let mut all = Vec::new();
+        for pods in pods.values() {
+            all.extend(follow(pods, false, |stage, packet| {
+                let mut found = Vec::new();
+                for start in &starts {
+                    if !start.sees(stage, packet) {
+                        continue;
+                    }
+                    let table = Table { family: start.family, name: &start.head.table };
+                    let read = known
+                        .entry((start.family.protocol(), start.head.table.clone()))
+                        .or_default();
+                    let mut source = NftTable {
+                        socket: &mut *socket,
+                        table,
+                        queues: &queues,
+                        known: std::mem::take(read),
+                    };
+                    let walked = start.walk(&mut source, stage, packet, &mut budget);
+                    *read = source.known;
+                    found.extend(walked?);
                 }
-                accepted = if *offset == source { Accepted::From } else { Accepted::To };
-            }
-            Expr::Verdict(verdict::ACCEPT) => return Some(accepted),
-            _ => return None,
+                Ok(found)
+            })?);
         }
-    }
-    None
-}
-
-/// The chain `FORWARD` in the output of `iptables-legacy-save`, or `None` if it does not drop.
-fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<ForwardDrop> {
-    let filter: Vec<&str> = saved
-        .lines()
-        .skip_while(|line| *line != "*filter")
-        .take_while(|line| *line != "COMMIT")
-        .collect();
-    if !filter.iter().any(|line| line.starts_with(":FORWARD DROP ")) {
-        return None;
-    }
-    let has_our_rules = script::forward_chains().any(|(table, chain)| {
-        let start = format!(":{chain} ");
-        table == "filter" && filter.iter().any(|line| line.starts_with(&start))
-    });
-    let accepts = |side: &str| {
-        network.is_some_and(|network| {
-            let rule = format!("-A FORWARD {side} {network} -j ACCEPT");
-            filter.contains(&rule.as_str())
-        })
-    };
-    Some(ForwardDrop {
-        family,
-        table: format!("{} filter", if family == Family::V4 { "ip" } else { "ip6" }),
-        chain: "FORWARD".to_owned(),
-        legacy: true,
-        accepts_pods: has_our_rules || (accepts("-s") && accepts("-d")),
-        age: Duration::ZERO,
+        Ok(all)
     })
 }
 
-#[cfg(test)]
-mod tests {
-    use test_support::write_script;
-
-    use super::*;
-
-    /// Legacy programs that run these commands, and a file with a line for each run.
-    fn programs(commands: &str) -> (tempfile::TempDir, Programs) {
-        let dir = tempfile::tempdir().unwrap();
-        let count = dir.path().join("count");
-        for program in ["iptables-legacy-save", "iptables-legacy-restore"] {
-            let text = format!("#!/bin/sh\necho once >> {}\n{commands}\n", count.display());
-            write_script(&dir.path().join(program), &text);
+/// All base chains of tables that are in effect, in the order in which packets pass them.
+fn starts(socket: &mut NetfilterSocket) -> Result<Vec<Start>, flannel_core::kernel::KernelError> {
+    let mut starts = Vec::new();
+    let mut dormant: HashMap<(u8, String), bool> = HashMap::new();
+    for family in TableFamily::ALL {
+        for head in ChainHead::all(socket, family)? {
+            let Some(base) = head.base.clone() else { continue };
+            let key = (family.protocol(), head.table.clone());
+            let is_dormant = match dormant.get(&key) {
+                Some(is_dormant) => *is_dormant,
+                None => {
+                    let table = Table { family, name: &head.table };
+                    let found = table.head(socket)?.is_some_and(|it| it.flags & DORMANT != 0);
+                    dormant.insert(key, found);
+                    found
+                }
+            };
+            if !is_dormant {
+                starts.push(Start { family, head, base });
+            }
         }
-        let programs = Programs { path: Some(dir.path().into()), ..Programs::default() };
-        (dir, programs)
+    }
+    starts.sort_by_key(|start| start.base.priority);
+    Ok(starts)
+}
+
+impl Start {
+    /// Whether the packet passes the chain in this hook.
+    fn sees(&self, stage: Stage, packet: &Packet) -> bool {
+        let is_hook = stage.hook.number(self.family, packet.family) == Some(self.base.hook);
+        let device = if stage.hook == Hook::Egress { stage.to } else { stage.from };
+        let is_device = !stage.hook.is_of_devices()
+            || self.head.devices.iter().any(|name| device.is(name) == Some(true));
+        // Only the first translation counts.
+        let is_translated = self.base.kind == "nat" && packet.translated;
+        is_hook && is_device && !is_translated
     }
 
-    #[tokio::test]
-    async fn repeated_reads_start_one_process_even_if_it_fails() {
-        let (dir, programs) = programs("echo broken >&2; exit 3");
-        let memory = LegacyMemory::new(Duration::from_secs(3600));
-        for _ in 0..5 {
-            let error = memory.save(&programs, Family::V4).await.unwrap_err().to_string();
-            assert!(error.contains("iptables-legacy-save") && error.contains("broken"), "{error}");
+    fn walk(
+        &self,
+        source: &mut NftTable<'_>,
+        stage: Stage,
+        packet: &mut Packet,
+        budget: &mut usize,
+    ) -> Result<Vec<Found>, Error> {
+        let family = packet.family;
+        let policy = (self.base.policy == verdict::DROP).then_some(Effect::Drop);
+        let mut walk = Walk { source, packet, hits: Vec::new(), entered: Vec::new(), budget };
+        walk.base(&self.head.name, policy)?;
+        let Walk { source, hits, entered, .. } = walk;
+        let mut all = Vec::new();
+        for hit in hits {
+            let rules = walk::Source::rules(source, &hit.chain)?;
+            let rule = hit.rule.and_then(|n| Some((n, rules.get(n)?)));
+            all.push(Found {
+                table: format!("{} {}", self.family, self.head.table),
+                hook: stage.hook,
+                rule: rule.map(|(n, rule)| StoppingRule {
+                    text: text::text(&rule.instructions, family),
+                    number: n + 1,
+                    handle: Some(rule.handle),
+                }),
+                hit,
+                entered: entered.clone(),
+            });
         }
-        assert_eq!(std::fs::read_to_string(dir.path().join("count")).unwrap(), "once\n");
+        Ok(all)
     }
+}
 
-    #[tokio::test]
-    async fn output_younger_than_a_second_is_not_forgotten() {
-        let (dir, programs) = programs("echo '*filter'");
-        let memory = LegacyMemory::new(Duration::from_secs(3600));
-        let (_, output) = memory.save(&programs, Family::V4).await.unwrap();
-        assert_eq!(output, "*filter\n");
-        // A time in the future, so that the test passes on slow machines.
-        let looked = async |at| memory.saved.lock().await.v4.as_mut().unwrap().at = at;
-        looked(Instant::now() + MIN_AGE).await;
-        memory.forget().await;
-        memory.save(&programs, Family::V4).await.unwrap();
-        assert_eq!(std::fs::read_to_string(dir.path().join("count")).unwrap(), "once\n");
-        looked(Instant::now() - 2 * MIN_AGE).await;
-        memory.forget().await;
-        memory.save(&programs, Family::V4).await.unwrap();
-        assert_eq!(std::fs::read_to_string(dir.path().join("count")).unwrap(), "once\nonce\n");
-    }
-
-    #[tokio::test]
-    async fn a_hanging_program_is_ended() {
-        let (_dir, programs) = programs("exec sleep 600");
-        let memory = LegacyMemory::new(Duration::from_secs(3600));
-        let error = memory.save(&programs, Family::V4).await.unwrap_err().to_string();
-        assert_eq!(error, "iptables-legacy-save did not end within 2 s");
-    }
+/// The stops in the output of `iptables-legacy-save`.
+fn in_saved(saved: &str, pods: &PodPackets, queues: &Queues) -> Result<Vec<Stop>, Error> {
+    let saved = Saved::read(saved);
+    let table_family = TableFamily::from(pods.network.family());
+    let mut budget = MOST_RULES;
+    follow(pods, true, |stage, packet| {
+        let mut found = Vec::new();
+        let Some(chain) = stage.hook.built_in() else { return Ok(found) };
+        for name in TABLES {
+            let Some(table) = saved.table(name) else { continue };
+            if table.chain(chain).is_none() || (name == "nat" && packet.translated) {
+                continue;
+            }
+            let is_dropped = table.chain(chain).is_some_and(|it| it.policy == Some("DROP"));
+            let mut source = IptablesTable { table, queues };
+            let mut walk = Walk {
+                source: &mut source,
+                packet: &mut *packet,
+                hits: Vec::new(),
+                entered: Vec::new(),
+                budget: &mut budget,
+            };
+            walk.base(chain, is_dropped.then_some(Effect::Drop))?;
+            let Walk { hits, entered, .. } = walk;
+            found.extend(hits.into_iter().map(|hit| Found {
+                table: format!("{table_family} {name}"),
+                hook: stage.hook,
+                rule: hit.rule.and_then(|n| {
+                    let text = (*table.rules(&hit.chain).get(n)?).to_owned();
+                    Some(StoppingRule { text, number: n + 1, handle: None })
+                }),
+                hit,
+                entered: entered.clone(),
+            }));
+        }
+        Ok(found)
+    })
 }

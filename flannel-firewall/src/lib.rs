@@ -9,7 +9,9 @@ mod nft;
 mod rules;
 mod status;
 
-pub use drops::{ForwardDrop, ForwardDrops, LegacyMemory, forward_drops};
+pub use drops::{
+    Device, Effect, Flow, LegacyMemory, PodPackets, Stop, StoppingRule, Stops, stopped_packets,
+};
 pub use error::Error;
 pub use firewall::{Firewall, Mode, Options, cleanup, cleanup_for_go, leftovers};
 pub use guard::{Guard, Guarded, TunnelEnd, Usual};

@@ -10,7 +10,10 @@
 //! between its steps. [`GROUP`] is the multicast group of changes, for `NetfilterEvents`. That
 //! type, the socket and the transaction are in [`netfilter`](crate::netfilter).
 //!
-//! The module knows tables of the families `ip`, `ip6` and `inet`. It cannot write NAT to chosen
+//! [`program`] has the rules of other programs, which it reads instruction by instruction.
+//!
+//! The module knows tables of the families `ip`, `ip6`, `inet`, `bridge` and `netdev`. It cannot
+//! write chains of devices, NAT to chosen
 //! addresses, jumps, or sets and maps of other values than addresses and marks. It does not repair
 //! a table that another program changes: `flannel-firewall` does.
 //!
@@ -57,6 +60,7 @@
 mod attributes;
 mod chain;
 mod expr;
+pub mod program;
 mod set;
 mod table;
 

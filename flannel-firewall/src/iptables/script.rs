@@ -92,14 +92,6 @@ pub(crate) fn tables(rule_options: &RuleOptions) -> Vec<&'static str> {
         .collect()
 }
 
-/// Table and name of the chains that accept packets from and to pods.
-pub(crate) fn forward_chains() -> impl Iterator<Item = (&'static str, &'static str)> {
-    PLACES
-        .iter()
-        .filter(|place| place.content == Some(Chain::Forward))
-        .map(|place| (place.table, place.chain))
-}
-
 /// Whether a change of a chain, or of a whole table, may concern flannel's chains and the jumps to
 /// them.
 pub(crate) fn concerns(table: &str, chain: Option<&str>) -> bool {

@@ -2,7 +2,7 @@
 
 use flannel_core::kernel::KernelError;
 
-use crate::netfilter::{Batch, Kind, Make, NetfilterMessage, NetfilterSocket};
+use crate::netfilter::{Attributes, Batch, Kind, Make, NetfilterMessage, NetfilterSocket};
 use crate::nftables::attributes::{comment, find, number, number_in, text_in};
 use crate::nftables::expr::{self, Expr};
 use crate::nftables::table::{DELRULE, DELTABLE, NEWTABLE, RULE_EXPRESSIONS, TABLE};
@@ -22,6 +22,8 @@ const CHAIN_TYPE: u16 = 7;
 const CHAIN_USERDATA: u16 = 12;
 const HOOK_NUMBER: u16 = 1;
 const HOOK_PRIORITY: u16 = 2;
+const HOOK_DEVICE: u16 = 3;
+const HOOK_DEVICES: u16 = 4;
 /// `NFTA_RULE_CHAIN`.
 pub(crate) const RULE_CHAIN: u16 = 2;
 
@@ -38,6 +40,12 @@ pub mod hook {
     pub const OUTPUT: u32 = 3;
     /// Each packet that leaves.
     pub const POSTROUTING: u32 = 4;
+    /// Each packet that arrives by a device, in tables of the family `inet`.
+    pub const INGRESS: u32 = 5;
+    /// Each packet that arrives by a device, in tables of the family `netdev`.
+    pub const NETDEV_INGRESS: u32 = 0;
+    /// Each packet that leaves by a device, in tables of the family `netdev`.
+    pub const NETDEV_EGRESS: u32 = 1;
 }
 
 /// A chain with its rules.
@@ -152,6 +160,8 @@ pub struct ChainHead {
     pub name: String,
     /// Where the kernel runs the chain. `None` for a regular chain, which only jumps reach.
     pub base: Option<Base>,
+    /// The devices whose packets a chain of devices sees. Empty for other chains.
+    pub devices: Vec<String>,
 }
 
 impl ChainHead {
@@ -173,11 +183,24 @@ impl ChainHead {
                 table: text_in(attributes, TABLE)?,
                 name: text_in(attributes, CHAIN_NAME)?,
                 base: Base::read(attributes),
+                devices: devices(attributes),
             })
         };
         let all = Kind { subsystem: SUBSYSTEM, number: GETCHAIN, family: protocol };
         socket.dump(all, |_| (), read)
     }
+}
+
+/// The devices of a chain.
+fn devices(attributes: &[u8]) -> Vec<String> {
+    let Some(hook) = find(attributes, CHAIN_HOOK) else { return Vec::new() };
+    let list = Attributes(find(hook, HOOK_DEVICES).unwrap_or_default());
+    let text = |bytes: &[u8]| {
+        let text = bytes.split(|byte| *byte == 0).next()?;
+        String::from_utf8(text.to_vec()).ok()
+    };
+    let one = text_in(hook, HOOK_DEVICE);
+    one.into_iter().chain(list.filter_map(|(_, name)| text(name))).collect()
 }
 
 /// A change of a table, a chain or a rule.

@@ -15,7 +15,7 @@ use crate::nftables::{SUBSYSTEM, present};
 pub(crate) const NEWTABLE: u8 = 0;
 const GETTABLE: u8 = 1;
 pub(crate) const DELTABLE: u8 = 2;
-const GETRULE: u8 = 7;
+pub(crate) const GETRULE: u8 = 7;
 pub(crate) const DELRULE: u8 = 8;
 /// `NFT_MSG_NEWGEN`, which says that a transaction ended, but not what it changed.
 const NEWGEN: u8 = 15;
@@ -39,11 +39,15 @@ pub enum TableFamily {
     Ip,
     /// `ip6`: IPv6 packets.
     Ip6,
+    /// `bridge`: frames on bridges.
+    Bridge,
+    /// `netdev`: packets of a device, before and after all other tables.
+    Netdev,
 }
 
 impl TableFamily {
     /// The families with tables that this crate knows.
-    pub const ALL: [Self; 3] = [Self::Inet, Self::Ip, Self::Ip6];
+    pub const ALL: [Self; 5] = [Self::Inet, Self::Ip, Self::Ip6, Self::Bridge, Self::Netdev];
 
     /// `NFPROTO_…`, also the value of [`meta::NFPROTO`](crate::nftables::meta::NFPROTO).
     pub fn protocol(self) -> u8 {
@@ -51,6 +55,8 @@ impl TableFamily {
             Self::Inet => 1,
             Self::Ip => 2,
             Self::Ip6 => 10,
+            Self::Bridge => 7,
+            Self::Netdev => 5,
         }
     }
 
@@ -75,6 +81,8 @@ impl fmt::Display for TableFamily {
             Self::Inet => "inet",
             Self::Ip => "ip",
             Self::Ip6 => "ip6",
+            Self::Bridge => "bridge",
+            Self::Netdev => "netdev",
         })
     }
 }
