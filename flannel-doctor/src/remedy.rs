@@ -1,7 +1,9 @@
 //! Renders remedies as commands.
 //!
-//! This is the only module that names commands of flannel's programs, of systemd's unit and of
-//! Kubernetes. All other modules return a [`Remedy`].
+//! This is the only module that names commands of flannel's programs, of systemd's unit, of
+//! Kubernetes and of firewalls. All other modules return a [`Remedy`].
+
+pub(crate) mod firewall;
 
 use std::fmt;
 use std::net::IpAddr;

@@ -26,7 +26,7 @@ use flannel_netlink::nftables::{self, Base, ChainHead, Table, TableFamily, verdi
 use self::iptables::IptablesTable;
 pub use self::memory::LegacyMemory;
 use self::nft::{Known, NftTable};
-pub use self::packet::{Device, Flow, PodPackets};
+pub use self::packet::{Flow, PodPackets};
 use self::packet::{Hook, Packet, Stage, TCP, UDP};
 use self::walk::{Hit, Walk, Way};
 use crate::error::Error;
@@ -102,7 +102,34 @@ pub struct StoppingRule {
     pub handle: Option<u64>,
 }
 
-/// For example ``rule `reject` of chain FORWARD in table ip filter (hook forward, iptables-legacy,
+impl Stop {
+    /// What the policy of a chain does with packets of a family. The flows, the hook and the chains
+    /// that they enter are to be filled in.
+    pub fn new(effect: Effect, family: Family, table: &str, chain: &str) -> Self {
+        Self {
+            effect,
+            family,
+            flows: BTreeSet::new(),
+            pods: BTreeSet::new(),
+            table: table.to_owned(),
+            chain: chain.to_owned(),
+            hook: String::new(),
+            rule: None,
+            entered: Vec::new(),
+            legacy: false,
+            age: Duration::ZERO,
+        }
+    }
+}
+
+impl StoppingRule {
+    /// A rule with its text, its number from 1, and its handle.
+    pub fn new(text: impl Into<String>, number: usize, handle: Option<u64>) -> Self {
+        Self { text: text.into(), number, handle }
+    }
+}
+
+/// For example ``rule `reject` of chain FORWARD of table ip filter (hook forward, iptables-legacy,
 /// 8 s ago)``.
 impl fmt::Display for Stop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -110,7 +137,7 @@ impl fmt::Display for Stop {
             Some(rule) => write!(f, "rule `{}` of", rule.text)?,
             None => f.write_str("the policy of")?,
         }
-        write!(f, " chain {} in table {} (hook {}", self.chain, self.table, self.hook)?;
+        write!(f, " chain {} of table {} (hook {}", self.chain, self.table, self.hook)?;
         if self.legacy {
             f.write_str(", iptables-legacy")?;
             if self.age.as_secs() > 0 {
@@ -265,17 +292,11 @@ fn note(all: &mut Collected, found: Found, packet: &Packet, legacy: bool, pod: O
     let key = (table.clone(), hit.clone());
     let is_new = !all.contains_key(&key);
     let stop = all.entry(key).or_insert_with(|| Stop {
-        effect: hit.effect,
-        family: packet.family,
-        flows: BTreeSet::new(),
-        pods: BTreeSet::new(),
-        table,
-        chain: hit.chain,
         hook: hook.to_string(),
         rule,
         entered,
         legacy,
-        age: Duration::ZERO,
+        ..Stop::new(hit.effect, packet.family, &table, &hit.chain)
     });
     match pod {
         Some(_) if !is_new && stop.pods.is_empty() => {}
@@ -392,10 +413,9 @@ impl Start {
             all.push(Found {
                 table: format!("{} {}", self.family, self.head.table),
                 hook: stage.hook,
-                rule: rule.map(|(n, rule)| StoppingRule {
-                    text: text::text(&rule.instructions, family),
-                    number: n + 1,
-                    handle: Some(rule.handle),
+                rule: rule.map(|(n, rule)| {
+                    let text = text::text(&rule.instructions, family);
+                    StoppingRule::new(text, n + 1, Some(rule.handle))
                 }),
                 hit,
                 entered: entered.clone(),
@@ -433,8 +453,8 @@ fn in_saved(saved: &str, pods: &PodPackets, queues: &Queues) -> Result<Vec<Stop>
                 table: format!("{table_family} {name}"),
                 hook: stage.hook,
                 rule: hit.rule.and_then(|n| {
-                    let text = (*table.rules(&hit.chain).get(n)?).to_owned();
-                    Some(StoppingRule { text, number: n + 1, handle: None })
+                    let text = *table.rules(&hit.chain).get(n)?;
+                    Some(StoppingRule::new(text, n + 1, None))
                 }),
                 hit,
                 entered: entered.clone(),

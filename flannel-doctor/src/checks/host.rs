@@ -9,6 +9,7 @@ mod foreign;
 mod limits;
 mod read;
 mod routes;
+mod stops;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -16,7 +17,7 @@ use std::net::IpAddr;
 use flannel_core::address::{Dual, Family};
 use flannel_core::object::LinkName;
 use flannel_core::{Remedy, Subnet, Subnets};
-use flannel_firewall::{ForwardDrop, LegacyMemory};
+use flannel_firewall::{LegacyMemory, Stop};
 use flannel_netlink::Shadow;
 use flannel_netlink::foreign::{Attached, Rule, TableRoute};
 
@@ -90,8 +91,8 @@ struct HostFacts {
     has_entry_per_peer: bool,
     /// The connections that are tracked; `None` too if nothing tracks any.
     tracked: Option<Tracked>,
-    /// Chains that drop forwarded packets unless a rule accepts them.
-    drops: Vec<ForwardDrop>,
+    /// Rules of other programs that stop packets of pods.
+    stops: Vec<Stop>,
     /// All addresses of this host.
     addresses: Vec<(LinkName, IpAddr)>,
     /// The public addresses of this node.
@@ -134,7 +135,7 @@ fn check(facts: &HostFacts) -> Vec<Finding> {
     found.extend(arp::arp(facts));
     found.extend(foreign::rules(facts));
     found.extend(foreign::attached(facts));
-    found.extend(drops(facts));
+    found.extend(stops::stops(facts));
     found.extend(clashes(facts));
     found.extend(limits::neighbours(facts));
     found.extend(limits::connections(facts));
@@ -204,42 +205,6 @@ fn rp_filter(facts: &HostFacts) -> Vec<Finding> {
             Finding::warning(Check::RpFilter, text).with_command(repair)
         })
         .collect()
-}
-
-fn drops(facts: &HostFacts) -> Vec<Finding> {
-    let mut found = Vec::new();
-    for drop in facts.drops.iter().filter(|drop| !drop.accepts_pods) {
-        if let Some(network) = facts.pod_networks[drop.family] {
-            found.push(dropped(drop, network));
-        }
-    }
-    found
-}
-
-/// The finding about a chain that drops forwarded packets of the pods in `network`.
-fn dropped(drop: &ForwardDrop, network: Subnet) -> Finding {
-    let family = drop.family;
-    let text = format!(
-        "{drop} drops forwarded {family} packets that none of its own rules accepts, including \
-         those of pods: flannel's rules are in another table, or are off"
-    );
-    let word = if family == Family::V4 { "ip" } else { "ip6" };
-    let iptables = match family {
-        Family::V4 => "iptables",
-        Family::V6 => "ip6tables",
-    };
-    let repair = match (drop.legacy, drop.table.as_str()) {
-        (true, _) => format!("{iptables}-legacy -P FORWARD ACCEPT"),
-        (false, "ip filter" | "ip6 filter") if drop.chain == "FORWARD" => {
-            format!("{iptables} -P FORWARD ACCEPT")
-        }
-        (false, _) => format!(
-            "nft insert rule {} {} {word} saddr {network} accept; nft insert rule {} {} {word} \
-             daddr {network} accept",
-            drop.table, drop.chain, drop.table, drop.chain
-        ),
-    };
-    Finding::warning(Check::ForwardDrop, text).with_command(repair)
 }
 
 /// The remedy if a pod network contains addresses of hosts.

@@ -7,6 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::object::LinkName;
+use flannel_netlink::nftables::program::index_of;
 use flannel_netlink::nftables::{TableFamily, hook};
 
 /// The ports of the packets. Rules about services do not name them.
@@ -37,20 +38,11 @@ pub struct PodPackets {
     pub peer: Option<Subnet>,
     /// The bridge of the pods. `None` if it is not known: then no rule about a device of pods is
     /// found.
-    pub bridge: Option<Device>,
+    pub bridge: Option<LinkName>,
     /// The devices by which packets to pods of other nodes leave, and by which theirs arrive.
-    pub to_peers: Vec<Device>,
+    pub to_peers: Vec<LinkName>,
     /// The device by which packets to other destinations leave. `None` if it is not known.
-    pub uplink: Option<Device>,
-}
-
-/// A device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Device {
-    /// The name.
-    pub name: LinkName,
-    /// The index. `None` if it is not known.
-    pub index: Option<u32>,
+    pub uplink: Option<LinkName>,
 }
 
 /// The way of packets of pods.
@@ -95,11 +87,11 @@ pub(super) enum End {
     None,
     /// It is not known.
     Unknown,
-    Device(Device),
+    Device(LinkName),
 }
 
-impl From<Option<Device>> for End {
-    fn from(device: Option<Device>) -> Self {
+impl From<Option<LinkName>> for End {
+    fn from(device: Option<LinkName>) -> Self {
         device.map_or(Self::Unknown, Self::Device)
     }
 }
@@ -112,7 +104,7 @@ impl End {
             Self::None => {}
             Self::Unknown => bytes = [None; 16],
             Self::Device(device) => {
-                for (byte, letter) in bytes.iter_mut().zip(device.name.as_str().bytes()) {
+                for (byte, letter) in bytes.iter_mut().zip(device.as_str().bytes()) {
                     *byte = Some(letter);
                 }
             }
@@ -124,8 +116,8 @@ impl End {
     pub(super) fn index(self) -> [Byte; 4] {
         match self {
             Self::None => [Some(0); 4],
-            Self::Device(Device { index: Some(index), .. }) => index.to_ne_bytes().map(Some),
-            Self::Unknown | Self::Device(_) => [None; 4],
+            Self::Device(device) => index_of(device).map_or([None; 4], |index| index.map(Some)),
+            Self::Unknown => [None; 4],
         }
     }
 
@@ -136,8 +128,8 @@ impl End {
             Self::None => Some(pattern == "+"),
             Self::Unknown => (pattern == "+").then_some(true),
             Self::Device(device) => Some(match pattern.strip_suffix('+') {
-                Some(start) => device.name.as_str().starts_with(start),
-                None => device.name.as_str() == pattern,
+                Some(start) => device.as_str().starts_with(start),
+                None => device.as_str() == pattern,
             }),
         }
     }

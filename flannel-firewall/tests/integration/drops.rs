@@ -5,14 +5,10 @@ use std::time::{Duration, Instant};
 use crate::fixture::tools::{Tools, nft};
 use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::{Dual, Family};
-use flannel_firewall::{Device, LegacyMemory, PodPackets, Stop, stopped_packets};
+use flannel_firewall::{LegacyMemory, PodPackets, Stop, stopped_packets};
 use flannel_netlink::testing::{in_netns_async, ip};
 
 in_every_mode!(a_policy_of_iptables_is_found_and_rules_that_accept_pods_are_followed);
-
-fn device(name: &str) -> Device {
-    Device { name: name.parse().unwrap(), index: None }
-}
 
 /// The pods of [`Place::Pod`], with these devices.
 fn pods(bridge: &str, tunnel: &str, uplink: &str) -> Dual<PodPackets> {
@@ -20,9 +16,9 @@ fn pods(bridge: &str, tunnel: &str, uplink: &str) -> Dual<PodPackets> {
         network: network.parse().unwrap(),
         own: own.parse().unwrap(),
         peer: peer.parse().ok(),
-        bridge: Some(device(bridge)),
-        to_peers: vec![device(tunnel)],
-        uplink: Some(device(uplink)),
+        bridge: bridge.parse().ok(),
+        to_peers: vec![tunnel.parse().unwrap()],
+        uplink: uplink.parse().ok(),
     };
     Dual {
         v4: Some(of("10.1.0.0/16", "10.1.7.0/24", "10.1.8.0/24")),
@@ -83,7 +79,7 @@ fn a_rule_is_found_in_each_hook_and_family() {
                     let rule = format!("{own} saddr {network} drop;");
                     let found = reads(&chain(table, hook, &rule)).await;
                     let expected = format!(
-                        "{of} Drop rule `{own} saddr {network} drop` of chain gate in table \
+                        "{of} Drop rule `{own} saddr {network} drop` of chain gate of table \
                          {table} guard (hook {hook}): {flows}"
                     );
                     assert_eq!(found, [expected], "{rule}");
@@ -124,6 +120,7 @@ fn a_rule_is_found_only_if_a_packet_surely_reaches_and_matches_it() {
             ("ct state new drop;", true),
             ("iifname flannel.1 oifname cni0 reject;", true),
             ("iifname \"cni*\" drop;", true),
+            ("iif lo accept; drop;", true),
             ("iifname != { lo, eth0 } drop;", true),
             ("oifname { cni0, docker0 } drop;", true),
             ("ip saddr 10.0.0.0/8 ip daddr 10.1.8.0/24 drop;", true),
@@ -156,7 +153,7 @@ fn a_rule_is_found_only_if_a_packet_surely_reaches_and_matches_it() {
             ("meta cpu 1 jump { counter; }; drop;", true),
             ("jump { return; drop; };", false),
             ("jump { meta cpu 1 return; drop; };", false),
-            ("jump { jump { ip saddr 10.1.0.0/16 drop; }; };", true),
+            ("jump { ip saddr 10.1.0.0/16 drop; };", true),
             ("goto { counter; }; drop;", false),
             ("policy drop; goto { counter; };", true),
             ("meta mark set 0x7; meta mark 0x7 accept; policy drop;", false),
@@ -203,7 +200,7 @@ fn a_rule_about_a_single_pod_or_subnet_is_found() {
              ip daddr 10.1.7.9 iifname != cni0 counter drop; \
              ip daddr 172.17.0.2 iifname != docker0 counter drop; }; }");
         let rule =
-            "`ip daddr 10.1.7.9 iifname != \"cni0\" drop` of chain PREROUTING in table ip raw";
+            "`ip daddr 10.1.7.9 iifname != \"cni0\" drop` of chain PREROUTING of table ip raw";
         let found = texts(&stops(&tools).await);
         assert_eq!(found, [format!("IPv4 Drop rule {rule} (hook prerouting): ToPod 10.1.7.9")]);
         nft("insert rule ip raw PREROUTING iifname flannel.1 accept");
@@ -324,7 +321,7 @@ async fn a_policy_of_iptables_is_found_and_rules_that_accept_pods_are_followed(
     let suffix = if kind == Kind::IptablesLegacy { ", iptables-legacy" } else { "" };
     let expected = [("IPv4", "ip"), ("IPv6", "ip6")].map(|(family, table)| {
         format!(
-            "{family} Drop the policy of chain FORWARD in table {table} filter (hook \
+            "{family} Drop the policy of chain FORWARD of table {table} filter (hook \
              forward{suffix}): {FORWARDED}"
         )
     });
@@ -379,7 +376,7 @@ async fn caches_the_output_of_a_process(fixture: &Fixture, kind: Kind) {
     if legacy {
         let mut old = second[0].clone();
         old.age = Duration::from_secs(8);
-        let text = "the policy of chain FORWARD in table ip filter (hook forward, iptables-legacy, \
+        let text = "the policy of chain FORWARD of table ip filter (hook forward, iptables-legacy, \
                     8 s ago)";
         assert_eq!(old.to_string(), text);
     }

@@ -6,6 +6,7 @@
 //! **Source**: linux `include/uapi/linux/netfilter/nf_tables.h`, `net/netfilter/nft_*.c`.
 
 use flannel_core::kernel::KernelError;
+use flannel_core::object::LinkName;
 use libc::{EINVAL, ENOENT};
 
 use crate::netfilter::{Attributes, NetfilterMessage, NetfilterSocket};
@@ -359,6 +360,12 @@ impl Table<'_> {
         };
         super::present(socket.ask(self.kind(GETSETELEM), fill, read))
     }
+}
+
+/// The bytes that the kernel loads for the index of a device, in the network namespace of the
+/// calling thread. `None` if the device does not exist.
+pub fn index_of(device: LinkName) -> Option<[u8; 4]> {
+    nix::net::if_::if_nametoindex(device.as_str()).ok().map(u32::to_ne_bytes)
 }
 
 /// Reads a list of instructions.

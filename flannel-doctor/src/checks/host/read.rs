@@ -1,4 +1,4 @@
-//! Reads the facts: `/proc/sys`, addresses, routing rules, and chains that drop forwarded packets.
+//! Reads the facts: `/proc/sys`, addresses, routing rules, and rules that stop packets of pods.
 
 use std::fmt::Display;
 use std::fs;
@@ -11,7 +11,7 @@ use flannel_core::kernel::KernelError;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Kernel, Subnet, Subnets};
-use flannel_firewall::{LegacyMemory, Programs, forward_drops};
+use flannel_firewall::{LegacyMemory, PodPackets, Programs, stopped_packets};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Interface;
 
@@ -20,6 +20,8 @@ use super::limits::Tracked;
 
 /// The largest number of peers whose routes are looked up.
 const MOST_LOOKUPS: usize = 256;
+/// The largest number of peers whose devices are looked up.
+const MOST_DEVICES: usize = 8;
 
 /// The network that the checks are for.
 #[derive(Debug, Clone)]
@@ -42,22 +44,25 @@ pub struct CheckedNetwork {
 
 /// Reads all facts. A failure to read one is noted in `unread`.
 pub(super) async fn read(network: CheckedNetwork, memory: &LegacyMemory) -> HostFacts {
-    let networks = network.config.pod_networks().collect();
-    let programs = Programs::default();
-    let drops = forward_drops(&programs, &networks, memory);
-    let (drops, facts) =
-        tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&network)));
+    let read = tokio::task::spawn_blocking(move || {
+        let (facts, kernel) = read_host(&network);
+        let packets = facts.pod_packets(kernel.as_ref());
+        (facts, packets)
+    });
     // The task fails only if the runtime shuts down.
-    let mut facts = facts
-        .unwrap_or_else(|_| HostFacts { unread: vec!["this host".into()], ..HostFacts::default() });
-    facts.drops = drops.found;
+    let (mut facts, packets) = read.await.unwrap_or_else(|_| {
+        let unread = vec!["this host".into()];
+        (HostFacts { unread, ..HostFacts::default() }, Dual::default())
+    });
+    let stops = stopped_packets(&Programs::default(), &packets, memory).await;
+    facts.stops = stops.found;
     facts.unread.extend(
-        drops.unread.iter().map(|error| format!("which chains drop forwarded packets ({error})")),
+        stops.unread.iter().map(|error| format!("which rules stop packets of pods ({error})")),
     );
     facts
 }
 
-fn read_host(network: &CheckedNetwork) -> HostFacts {
+fn read_host(network: &CheckedNetwork) -> (HostFacts, Option<NetlinkKernel>) {
     let flag = |path: &str| sysctl::<u8>(path).map(|value| value != 0);
     let peers = network.leases.iter().filter(|lease| Some(lease.subnets) != network.own);
     let mut facts = HostFacts {
@@ -101,7 +106,7 @@ fn read_host(network: &CheckedNetwork) -> HostFacts {
     if let Ok(kernel) = &kernel {
         facts.look_elsewhere(kernel, network.uplink);
     }
-    facts
+    (facts, kernel.ok())
 }
 
 /// Whether Linux keeps a neighbour entry for each gateway on the device, without a MAC address. On
@@ -175,14 +180,49 @@ impl HostFacts {
                 None => {}
             }
         }
-        let of_pods = |(device, address): &&(LinkName, IpAddr)| {
-            !self.tunnels.contains(device) && self.own.values().any(|own| own.contains(*address))
-        };
-        let bridge = self.addresses.iter().find(of_pods).map(|(device, _)| *device);
-        let ports = bridge.map(|bridge| ports(Path::new("/sys/class/net"), bridge));
+        let ports = self.bridge().map(|bridge| ports(Path::new("/sys/class/net"), bridge));
         self.pods = ports.unwrap_or_default();
         self.arp_ignore = larger(uplink, "arp_ignore");
         self.arp_filter = larger(uplink, "arp_filter").map(|value| value != 0);
+    }
+
+    /// The packets of pods whose way through the rules of other programs is followed.
+    fn pod_packets(&self, kernel: Option<&NetlinkKernel>) -> Dual<PodPackets> {
+        let of = |family: Family| {
+            let of_peer = |(subnets, _): &(Subnets, _)| {
+                subnets.iter().find(|subnet| subnet.family() == family)
+            };
+            let peers: Vec<Subnet> =
+                self.peers.iter().filter_map(of_peer).take(MOST_DEVICES).collect();
+            let to = |peer: &Subnet| kernel?.lookup(peer.nth(1)?).ok()?.link;
+            let mut to_peers: Vec<LinkName> = peers.iter().filter_map(to).collect();
+            to_peers.sort_unstable();
+            to_peers.dedup();
+            if to_peers.is_empty() {
+                to_peers = match &self.tunnels[..] {
+                    [] => self.uplink.into_iter().collect(),
+                    [only] => vec![*only],
+                    _ => Vec::new(),
+                };
+            }
+            Some(PodPackets {
+                network: self.pod_networks[family]?,
+                own: self.own[family]?,
+                peer: peers.first().copied(),
+                bridge: self.bridge(),
+                to_peers,
+                uplink: self.uplink,
+            })
+        };
+        Dual { v4: of(Family::V4), v6: of(Family::V6) }
+    }
+
+    /// The bridge of the pods: a device with an address in this node's subnet that is no tunnel.
+    fn bridge(&self) -> Option<LinkName> {
+        let of_pods = |(device, address): &&(LinkName, IpAddr)| {
+            !self.tunnels.contains(device) && self.own.values().any(|own| own.contains(*address))
+        };
+        self.addresses.iter().find(of_pods).map(|(device, _)| *device)
     }
 
     /// Looks for a peer that this host reaches through another device than the external interface,

@@ -1,3 +1,6 @@
+use std::collections::BTreeSet;
+
+use flannel_firewall::{Effect, Flow, Stop, StoppingRule};
 use flannel_netlink::Taken;
 use flannel_netlink::foreign::{RuleAction, Share};
 
@@ -31,7 +34,7 @@ fn healthy() -> HostFacts {
         has_entry_per_peer: false,
         max_neighbours: Dual { v4: Some(1024), v6: Some(1024) },
         tracked: Some(Tracked { now: 9_499, most: 10_000 }),
-        drops: Vec::new(),
+        stops: Vec::new(),
         addresses: [
             ("eth0", "192.0.2.1"),
             ("flannel.1", "10.1.5.0"),
@@ -72,6 +75,100 @@ fn rule(family: Family, priority: u32, action: RuleAction) -> Rule {
 fn usual_rules(family: Family) -> [Rule; 3] {
     [(0, 255), (32766, 254), (32767, 253)]
         .map(|(priority, table)| rule(family, priority, RuleAction::Table(table)))
+}
+
+/// A rule that rejects forwarded packets. The table and the chains that packets enter before it are
+/// the last arguments.
+fn stop(flows: &[Flow], table: &str, entered: &[&str]) -> Stop {
+    let mut stop = Stop::new(Effect::Reject, Family::V4, table, entered[entered.len() - 1]);
+    stop.hook = "forward".to_owned();
+    stop.flows = flows.iter().copied().collect();
+    stop.entered = entered.iter().map(|chain| (*chain).to_owned()).collect();
+    stop.rule = Some(StoppingRule::new("reject", 3, Some(17)));
+    stop
+}
+
+/// The finding about a rule, after a change of it.
+fn only_stop(mut stop: Stop, change: impl FnOnce(&mut Stop)) -> String {
+    change(&mut stop);
+    only(|facts| facts.stops.push(stop))
+}
+
+#[test]
+fn a_rule_that_stops_packets_is_named_with_the_command_of_its_program() {
+    const FORWARDED: [Flow; 3] = [Flow::FromPod, Flow::ToPod, Flow::Outside];
+    const PODS: [Flow; 1] = [Flow::ToPod];
+    let of = |table: &str, entered: &[&str]| stop(&FORWARDED, table, entered);
+    let pod = || -> BTreeSet<IpAddr> { ["10.1.5.9".parse().unwrap()].into() };
+    for (finding, parts) in [
+        (
+            only_stop(of("inet firewalld", &["filter_FORWARD"]), |_| {}),
+            [
+                "forward-drop warning | rule `reject` of chain filter_FORWARD of table inet \
+                 firewalld (hook forward) rejects IPv4 packets from pods of this node to pods of \
+                 other nodes, and from pods of other nodes to pods of this node, and from pods",
+                "| firewall-cmd --permanent --zone=trusted --add-source=10.1.0.0/16 && \
+                 firewall-cmd --reload",
+            ],
+        ),
+        (
+            only_stop(of("ip filter", &["FORWARD", "ufw-reject-forward"]), |_| {}),
+            ["ufw-reject-forward", "| ufw route allow from 10.1.0.0/16 && ufw route allow to 10."],
+        ),
+        (
+            only_stop(of("ip filter", &["FORWARD"]), |_| {}),
+            [
+                "chain FORWARD of table ip filter",
+                "| iptables -I FORWARD 3 -s 10.1.0.0/16 -j ACCEPT; iptables -I FORWARD 3 -d \
+                 10.1.0.0/16 -j ACCEPT # also put it",
+            ],
+        ),
+        (
+            only_stop(of("ip filter", &["FORWARD"]), |stop| stop.legacy = true),
+            [
+                "iptables-legacy) rejects",
+                "| iptables-legacy -I FORWARD 3 -s 10.1.0.0/16 -j ACCEPT;",
+            ],
+        ),
+        (
+            only_stop(of("ip filter", &["FORWARD"]), |stop| stop.rule = None),
+            ["the policy of chain FORWARD", "| iptables -A FORWARD -s 10.1.0.0/16 -j ACCEPT; ipt"],
+        ),
+        (
+            only_stop(of("inet guard", &["gate"]), |stop| stop.rule = None),
+            [": no rule before accepts", "| nft add rule inet guard gate ip saddr 10.1.0.0/16 acc"],
+        ),
+        (
+            only_stop(of("inet guard", &["gate", "sub"]), |_| {}),
+            [
+                "chain sub of table inet guard",
+                "| nft insert rule inet guard sub handle 17 ip saddr 10.1.0.0/16 accept; nft \
+                 insert rule inet guard sub handle 17 ip daddr 10.1.0.0/16 accept",
+            ],
+        ),
+        (
+            only_stop(stop(&PODS, "ip raw", &["PREROUTING"]), |stop| stop.pods = pod()),
+            [
+                "to pods of this node: those of 10.1.5.9 |",
+                "| iptables -t raw -I PREROUTING 3 -s 10.1.0.0/16 -d 10.1.0.0/16 -j ACCEPT # that \
+                 lasts until Docker starts again: start dockerd with --allow-direct-routing \
+                 (Docker 28.2 and later), or make its network with -o \
+                 com.docker.network.bridge.trusted_host_interfaces=flannel.1",
+            ],
+        ),
+        (
+            only_stop(stop(&PODS, "ip6 mangle", &["FORWARD"]), |stop| stop.family = Family::V6),
+            ["rejects IPv6", "| ip6tables -t mangle -I FORWARD 3 -s fd00:1::/48 -d fd00:1::/48 -j"],
+        ),
+    ] {
+        for part in parts {
+            assert!(finding.contains(part), "{part}\nis not in\n{finding}");
+        }
+    }
+    let mut facts = healthy();
+    facts.stops = (0..9).map(|n| of("ip filter", &[&format!("C{n}")])).collect();
+    let found = check(&facts);
+    assert!(found.len() == 5 && found[4].text.ends_with("4 more rules stop packets of pods too"));
 }
 
 fn queue(kind: &str) -> Attached {

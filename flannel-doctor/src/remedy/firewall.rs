@@ -1,0 +1,122 @@
+//! The commands that let packets of pods pass the rules of another program.
+
+use flannel_core::address::Family;
+use flannel_core::object::LinkName;
+use flannel_core::{Remedy, Subnet};
+use flannel_firewall::{Effect, Flow, Stop};
+
+/// The tables of iptables.
+const TABLES: [&str; 5] = ["raw", "mangle", "nat", "filter", "security"];
+/// What is lost without a setting of the program itself.
+const SETTINGS: &str = "also put it into the settings of the program that made the rules, which \
+                        else removes it at its next reload";
+
+/// The program that made a rule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    Firewalld,
+    Ufw,
+    Docker,
+    Other,
+}
+
+impl Owner {
+    fn of(stop: &Stop) -> Self {
+        let table = stop.table.split(' ').nth(1).unwrap_or_default();
+        let enters = |start: &str| stop.entered.iter().any(|chain| chain.starts_with(start));
+        // Docker has a rule for the address of each container with a published port.
+        let is_of_container = stop.chain == "PREROUTING" && table == "raw" && !stop.pods.is_empty();
+        if table == "firewalld" {
+            Self::Firewalld
+        } else if enters("ufw-") {
+            Self::Ufw
+        } else if stop.chain.starts_with("DOCKER")
+            || table.starts_with("docker-bridges")
+            || is_of_container
+        {
+            Self::Docker
+        } else {
+            Self::Other
+        }
+    }
+}
+
+/// Lets packets of pods in `network` pass. `device` is the one by which packets of pods of other
+/// nodes arrive.
+pub(crate) fn admit(stop: &Stop, network: Subnet, device: Option<LinkName>) -> Remedy {
+    if stop.effect == Effect::Queue {
+        return accept(stop, network).remark("or start the program that reads the queue");
+    }
+    match Owner::of(stop) {
+        Owner::Firewalld => Remedy::run(format!(
+            "firewall-cmd --permanent --zone=trusted --add-source={network} && firewall-cmd \
+             --reload"
+        )),
+        Owner::Ufw => {
+            Remedy::run(format!("ufw route allow from {network} && ufw route allow to {network}"))
+        }
+        Owner::Docker => {
+            let device = device.map_or_else(|| "DEVICE".to_owned(), |device| device.to_string());
+            accept(stop, network).remark(format!(
+                "that lasts until Docker starts again: start dockerd with --allow-direct-routing \
+                 (Docker 28.2 and later), or make its network with -o \
+                 com.docker.network.bridge.trusted_host_interfaces={device}"
+            ))
+        }
+        Owner::Other => accept(stop, network).remark(SETTINGS),
+    }
+}
+
+/// Accepts packets of pods directly before the rule, or at the end of the chain before its policy.
+/// So the rules before it still see the packets.
+fn accept(stop: &Stop, network: Subnet) -> Remedy {
+    let between_pods = stop.flows.iter().all(|flow| matches!(flow, Flow::FromPod | Flow::ToPod));
+    let sides: &[&[bool]] = if between_pods { &[&[true, false]] } else { &[&[true], &[false]] };
+    let commands: Vec<String> = sides
+        .iter()
+        .map(|sides| match iptables(stop) {
+            Some(iptables) => {
+                let option = |source: &bool| if *source { "-s" } else { "-d" };
+                let sides = sides.iter().map(|side| format!("{} {network} ", option(side)));
+                format!("{iptables} {}-j ACCEPT", sides.collect::<String>())
+            }
+            None => {
+                let word = if stop.family == Family::V4 { "ip" } else { "ip6" };
+                let option = |source: &bool| if *source { "saddr" } else { "daddr" };
+                let sides = sides.iter().map(|side| format!("{word} {} {network} ", option(side)));
+                format!("{} {}accept", nft(stop), sides.collect::<String>())
+            }
+        })
+        .collect();
+    Remedy::run(commands.join("; "))
+}
+
+/// The command of iptables up to the place of a new rule. `None` if the chain is not one of
+/// iptables.
+fn iptables(stop: &Stop) -> Option<String> {
+    let (family, table) = stop.table.split_once(' ')?;
+    let is_built_in = stop
+        .entered
+        .first()
+        .is_some_and(|base| matches!(&**base, "PREROUTING" | "FORWARD" | "OUTPUT" | "POSTROUTING"));
+    if !stop.legacy && !(is_built_in && TABLES.contains(&table) && family != "inet") {
+        return None;
+    }
+    let program = if stop.family == Family::V4 { "iptables" } else { "ip6tables" };
+    let variant = if stop.legacy { "-legacy" } else { "" };
+    let table = if table == "filter" { String::new() } else { format!(" -t {table}") };
+    let place = match &stop.rule {
+        Some(rule) => format!("-I {} {}", stop.chain, rule.number),
+        None => format!("-A {}", stop.chain),
+    };
+    Some(format!("{program}{variant}{table} {place}"))
+}
+
+/// The command of `nft` up to the new rule.
+fn nft(stop: &Stop) -> String {
+    let chain = format!("{} {}", stop.table, stop.chain);
+    match stop.rule.as_ref().and_then(|rule| rule.handle) {
+        Some(handle) => format!("nft insert rule {chain} handle {handle}"),
+        None => format!("nft add rule {chain}"),
+    }
+}
