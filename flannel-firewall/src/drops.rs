@@ -259,8 +259,8 @@ fn follow(
                 note(&mut all, found, &packet, legacy, None);
             }
             let named = first.named.iter().filter(|_| protocol == TCP).take(MOST_PODS);
-            for address in named {
-                let Some(mut single) = pods.with(&packet, *address) else { continue };
+            for (address, port) in named {
+                let Some(mut single) = pods.with(&packet, *address, *port) else { continue };
                 for found in pass(&mut single, &stages)? {
                     if !is_policy(&found) {
                         note(&mut all, found, &packet, legacy, Some(*address));

@@ -4,7 +4,7 @@
 
 use flannel_netlink::nftables::program::{Extension, Translation};
 
-use super::packet::{Byte, FROM_PORT, Packet, TCP, TO_PORT, UDP};
+use super::packet::{Byte, FROM_PORT, Packet, TCP, UDP};
 use super::walk::{Match, Way};
 use super::{Effect, Queues};
 
@@ -39,13 +39,14 @@ pub(super) fn matches(it: &Extension, packet: &Packet) -> Match {
         }),
         ("mark", 1) => mark(info, packet),
         ("addrtype", 1) => kinds(info),
-        ("tcp", _) if packet.protocol == TCP => tcp(info),
+        ("tcp", _) if packet.protocol == TCP => tcp(info, packet),
         ("udp", _) if packet.protocol == UDP => {
             let inverted = info.get(8).copied().unwrap_or_default();
-            ports(info).map(|[from, to]| from ^ (inverted & 1 != 0) && to ^ (inverted & 2 != 0))
+            ports(info, packet)
+                .map(|[from, to]| from ^ (inverted & 1 != 0) && to ^ (inverted & 2 != 0))
         }
         ("tcp" | "udp" | "icmp" | "icmp6" | "sctp" | "ah" | "esp" | "owner", _) => Some(false),
-        ("multiport", 1) => multiport(info),
+        ("multiport", 1) => multiport(info, packet),
         // Packets of pods are routed, not bridged.
         ("physdev", _) if info.get(65) == Some(&BRIDGED) => {
             info.get(64).map(|inverted| inverted & BRIDGED != 0)
@@ -100,15 +101,22 @@ fn kinds(info: &[u8]) -> Option<bool> {
 }
 
 /// Whether the ports of the packet are in the ranges of the source and of the destination.
-fn ports(info: &[u8]) -> Option<[bool; 2]> {
+fn ports(info: &[u8], packet: &Packet) -> Option<[bool; 2]> {
     let is_in =
         |port: u16, at: usize| Some((short(info, at)?..=short(info, at + 2)?).contains(&port));
-    Some([is_in(FROM_PORT, 0)?, is_in(TO_PORT, 4)?])
+    Some([is_in(FROM_PORT, 0)?, is_in(packet.port, 4)?])
+}
+
+/// The only destination port of a match of `tcp` or `udp`.
+pub(super) fn only_port(it: &Extension) -> Option<u16> {
+    let is_asked = matches!(&*it.name, "tcp" | "udp");
+    let (low, high) = (short(&it.info, 4)?, short(&it.info, 6)?);
+    (is_asked && low == high).then_some(low)
 }
 
 /// Ports, an option, and flags of the packet, of which only SYN is set.
-fn tcp(info: &[u8]) -> Option<bool> {
-    let [from, to] = ports(info)?;
+fn tcp(info: &[u8], packet: &Packet) -> Option<bool> {
+    let [from, to] = ports(info, packet)?;
     let [option, mask, wanted, inverted] = word(info, 8)?;
     if option != 0 {
         return None;
@@ -118,7 +126,7 @@ fn tcp(info: &[u8]) -> Option<bool> {
 }
 
 /// A side, a number, 15 ports, 15 flags for those that begin a range, and an inversion.
-fn multiport(info: &[u8]) -> Option<bool> {
+fn multiport(info: &[u8], packet: &Packet) -> Option<bool> {
     let (side, count) = (*info.first()?, usize::from(*info.get(1)?));
     let mut found = false;
     let mut n = 0;
@@ -129,8 +137,8 @@ fn multiport(info: &[u8]) -> Option<bool> {
         let has = |port: u16| (low..=high).contains(&port);
         found |= match side {
             0 => has(FROM_PORT),
-            1 => has(TO_PORT),
-            _ => has(FROM_PORT) || has(TO_PORT),
+            1 => has(packet.port),
+            _ => has(FROM_PORT) || has(packet.port),
         };
         n += if is_range { 2 } else { 1 };
     }

@@ -8,7 +8,7 @@ use flannel_core::address::Family;
 use flannel_netlink::nftables::program::Translation;
 
 use super::extension::{is_neutral, masked_mark, new_mark};
-use super::packet::{FROM_PORT, Packet, TCP, TO_PORT, UDP};
+use super::packet::{FROM_PORT, Packet, TCP, UDP};
 use super::walk::{Judgement, Match, Source, Way};
 use super::{Effect, Queues};
 use crate::error::Error;
@@ -32,7 +32,7 @@ impl<'a> Source for IptablesTable<'a> {
         if let Some(address) = rule.strip_prefix("-d ").or_else(|| rule.strip_prefix("-s ")) {
             let end = address.find(' ').unwrap_or(address.len());
             let side = if rule.starts_with("-d ") { packet.destination } else { packet.source };
-            if is_in(&address[..end], side, packet) == Match::No {
+            if is_in(&address[..end], side, only_port(rule), packet) == Match::No {
                 return Ok(Judgement::new(Match::No, Way::On));
             }
         }
@@ -151,8 +151,8 @@ fn condition<'w>(
     let value = words.next().unwrap_or_default();
     match option {
         "--comment" => Match::Yes,
-        "-s" => is_in(value, packet.source, packet),
-        "-d" => is_in(value, packet.destination, packet),
+        "-s" => is_in(value, packet.source, None, packet),
+        "-d" => is_in(value, packet.destination, None, packet),
         "-i" => packet.from.is(value).into(),
         "-o" => packet.to.is(value).into(),
         "-p" => (protocol(value) == Some(packet.protocol)).into(),
@@ -165,8 +165,8 @@ fn condition<'w>(
             None => Match::Unknown,
         },
         "--sport" | "--sports" | "--source-ports" => has_port(value, &[FROM_PORT]),
-        "--dport" | "--dports" | "--destination-ports" => has_port(value, &[TO_PORT]),
-        "--ports" => has_port(value, &[FROM_PORT, TO_PORT]),
+        "--dport" | "--dports" | "--destination-ports" => has_port(value, &[packet.port]),
+        "--ports" => has_port(value, &[FROM_PORT, packet.port]),
         "--src-type" | "--dst-type" => value.split(',').any(|kind| kind == "UNICAST").into(),
         "--tcp-flags" => {
             let wanted = words.next().unwrap_or_default();
@@ -175,6 +175,11 @@ fn condition<'w>(
         }
         _ => Match::Unknown,
     }
+}
+
+/// The only destination port that a rule asks for.
+fn only_port(rule: &str) -> Option<u16> {
+    rule.split_once("--dport ")?.1.split(' ').next()?.parse().ok()
 }
 
 fn has_port(ranges: &str, ports: &[u16]) -> Match {
@@ -206,10 +211,10 @@ fn mark_and_mask(text: &str) -> Option<([u8; 4], [u8; 4])> {
 }
 
 /// Whether the address is in the subnet, which is noted.
-fn is_in(text: &str, address: IpAddr, packet: &mut Packet) -> Match {
+fn is_in(text: &str, address: IpAddr, port: Option<u16>, packet: &mut Packet) -> Match {
     let bits = if packet.family == Family::V4 { 32 } else { 128 };
     let full = if text.contains('/') { text.to_owned() } else { format!("{text}/{bits}") };
     let Ok(subnet) = full.parse::<Subnet>() else { return Match::Unknown };
-    packet.note(subnet);
+    packet.note(subnet, port);
     subnet.contains(address).into()
 }

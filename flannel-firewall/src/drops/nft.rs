@@ -83,6 +83,7 @@ impl Source for NftTable<'_> {
             packet,
             registers: [None; REGISTERS],
             addresses: [None; REGISTERS],
+            port: only_port(&rule.instructions),
             result: Judgement::new(Match::Yes, Way::On),
         };
         for instruction in &rule.instructions {
@@ -126,7 +127,30 @@ struct Run<'a, 'b> {
     registers: [Byte; REGISTERS],
     /// The bytes of an address of the packet: their numbers, at the places where they were loaded.
     addresses: [Option<usize>; REGISTERS],
+    /// The only destination port that the rule asks for.
+    port: Option<u16>,
     result: Judgement,
+}
+
+/// The only destination port that a rule asks for.
+fn only_port(instructions: &[Instruction]) -> Option<u16> {
+    let mut is_port = false;
+    for instruction in instructions {
+        match instruction {
+            Instruction::Load { from, len, .. } => {
+                is_port = *from == Property::Header { base: 2, offset: 2 } && *len == Some(2);
+            }
+            Instruction::Compare { how: Comparison::Equal, value, .. } if is_port => {
+                return Some(u16::from_be_bytes(value.as_slice().try_into().ok()?));
+            }
+            Instruction::Match(it) => match extension::only_port(it) {
+                None => {}
+                port => return port,
+            },
+            _ => {}
+        }
+    }
+    None
 }
 
 impl Run<'_, '_> {
@@ -309,7 +333,7 @@ impl Run<'_, '_> {
         if let (Ok(address), Some(len)) = (address, len)
             && let Some(subnet) = Subnet::new(address, len)
         {
-            self.packet.note(subnet);
+            self.packet.note(subnet, self.port);
         }
     }
 

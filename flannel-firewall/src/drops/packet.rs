@@ -12,7 +12,7 @@ use flannel_netlink::nftables::{TableFamily, hook};
 
 /// The ports of the packets. Rules about services do not name them.
 pub(super) const FROM_PORT: u16 = 45_678;
-pub(super) const TO_PORT: u16 = 54_321;
+const TO_PORT: u16 = 54_321;
 /// `IPPROTO_TCP` and `IPPROTO_UDP`.
 pub(super) const TCP: u8 = 6;
 pub(super) const UDP: u8 = 17;
@@ -221,8 +221,10 @@ pub(super) struct Packet {
     pub(super) tracked: Option<bool>,
     /// Whether a rule has translated its addresses.
     pub(super) translated: bool,
-    /// Other addresses of the network that rules name.
-    pub(super) named: BTreeSet<IpAddr>,
+    /// The destination port.
+    pub(super) port: u16,
+    /// Other pods that rules name, some with a destination port.
+    pub(super) named: BTreeSet<(IpAddr, Option<u16>)>,
     /// The network whose addresses are noted.
     network: Subnet,
 }
@@ -256,7 +258,7 @@ impl Packet {
             }
         };
         let mut transport = known(&FROM_PORT.to_be_bytes());
-        transport.extend(known(&TO_PORT.to_be_bytes()));
+        transport.extend(known(&self.port.to_be_bytes()));
         transport.resize(usize::from(transport_len), None);
         if self.protocol == TCP {
             // The length of the header, and the flag SYN.
@@ -272,11 +274,11 @@ impl Packet {
         if self.family == Family::V4 { ETHERNET_V4 } else { ETHERNET_V6 }
     }
 
-    /// Notes that a rule names an address, or the base of a subnet.
-    pub(super) fn note(&mut self, network: Subnet) {
+    /// Notes that a rule names a subnet, perhaps with a destination port.
+    pub(super) fn note(&mut self, network: Subnet, port: Option<u16>) {
         // A rule about the whole network, or more, concerns every packet.
         if self.network.covers(&network) && network != self.network {
-            self.named.insert(any_pod(network));
+            self.named.insert((any_pod(network), port));
         }
     }
 }
@@ -339,15 +341,23 @@ impl PodPackets {
             mark: [Some(0); 4],
             tracked: Some(true),
             translated: false,
+            port: TO_PORT,
             named: BTreeSet::new(),
             network: self.network,
         }
     }
 
-    /// The same packet from or to the pod `address`. `None` if no end of it is such a pod.
-    pub(super) fn with(&self, packet: &Packet, address: IpAddr) -> Option<Packet> {
+    /// The same packet from or to the pod `address`, perhaps to another port. `None` if no end of it
+    /// is such a pod.
+    pub(super) fn with(
+        &self,
+        packet: &Packet,
+        address: IpAddr,
+        port: Option<u16>,
+    ) -> Option<Packet> {
         let is_own = self.own.contains(address);
         let mut packet = packet.clone();
+        packet.port = port.unwrap_or(TO_PORT);
         match (packet.flow, is_own) {
             (Flow::FromPod | Flow::Outside, true) | (Flow::ToPod, false) => packet.source = address,
             (Flow::ToPod, true) | (Flow::FromPod | Flow::FromHost, false) => {

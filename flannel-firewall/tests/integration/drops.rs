@@ -110,6 +110,9 @@ fn a_rule_is_found_in_each_hook_and_family() {
 fn a_rule_is_found_only_if_a_packet_surely_reaches_and_matches_it() {
     in_netns_async(|| async {
         let tools = Tools::install();
+        for device in ["cni0", "flannel.1", "eth0"] {
+            ip(&format!("link add {device} type bridge"));
+        }
         let forward = |rules: &str| chain("inet", "forward", rules);
         for (rules, found) in [
             ("drop;", true),
@@ -203,6 +206,16 @@ fn a_rule_about_a_single_pod_or_subnet_is_found() {
             "`ip daddr 10.1.7.9 iifname != \"cni0\" drop` of chain PREROUTING of table ip raw";
         let found = texts(&stops(&tools).await);
         assert_eq!(found, [format!("IPv4 Drop rule {rule} (hook prerouting): ToPod 10.1.7.9")]);
+        // Docker 28.0 has one for each port.
+        nft("flush chain ip raw PREROUTING");
+        for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
+            let rule = "PREROUTING -d 10.1.7.9/32 ! -i cni0 -p tcp -m tcp --dport 80 -j DROP";
+            tools.iptables(kind, Family::V4, &format!("-t raw -A {rule}"));
+            let found = texts(&stops(&tools).await);
+            assert!(found.len() == 1 && found[0].ends_with("ToPod 10.1.7.9"), "{found:?}");
+            tools.iptables(kind, Family::V4, &format!("-t raw -D {rule}"));
+        }
+        nft("add rule ip raw PREROUTING ip daddr 10.1.7.9 iifname != cni0 drop");
         nft("insert rule ip raw PREROUTING iifname flannel.1 accept");
         assert_eq!(texts(&stops(&tools).await), Vec::<String>::new());
         nft(
@@ -300,6 +313,75 @@ fn conditions_of_iptables_are_understood() {
                 assert_eq!(!stops.is_empty(), found, "{kind:?} {rules:?}: {:?}", texts(&stops));
                 tools.iptables(kind, Family::V4, "-F FORWARD");
             }
+        }
+    });
+}
+
+/// The rules of firewalld 1.3, with the external interface in the zone `public`, whose other members
+/// may reach each other by it.
+#[test]
+fn firewalld_stops_pods_until_it_trusts_their_network() {
+    in_netns_async(|| async {
+        let tools = Tools::install();
+        nft(include_str!("../rulesets/firewalld.nft"));
+        let found = texts(&stops(&tools).await);
+        let expected = Family::BOTH.map(|family| {
+            format!(
+                "{family} Reject rule `reject` of chain filter_FWD_public of table inet firewalld \
+                 (hook forward): FromPod,ToPod"
+            )
+        });
+        assert_eq!(found, expected);
+        nft(concat!("flush ruleset\n", include_str!("../rulesets/firewalld-trusts-pods.nft")));
+        assert_eq!(texts(&stops(&tools).await), Vec::<String>::new());
+    });
+}
+
+/// A healthy node: Docker 27 and 28, kube-proxy and Calico, in nf_tables and in the legacy tables,
+/// each with the policy DROP and flannel's rules.
+#[test]
+fn nothing_is_found_on_a_healthy_node() {
+    in_netns_async(|| async {
+        let tools = Tools::install();
+        for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
+            for (family, rules) in [
+                (Family::V4, include_str!("../rulesets/docker-27.iptables")),
+                (Family::V4, include_str!("../rulesets/docker-28.iptables")),
+                (Family::V4, include_str!("../rulesets/kubernetes.iptables")),
+                (Family::V4, include_str!("../rulesets/calico.iptables")),
+            ] {
+                tools.restore(kind, family, rules);
+                assert_eq!(texts(&stops(&tools).await), Vec::<String>::new(), "{kind:?} {rules}");
+            }
+            tools.restore(kind, Family::V4, "*filter\nCOMMIT\n*nat\nCOMMIT\n*raw\nCOMMIT\n");
+        }
+        nft(concat!("flush ruleset\n", include_str!("../rulesets/kube-proxy.nft")));
+        assert_eq!(texts(&stops(&tools).await), Vec::<String>::new());
+    });
+}
+
+/// Without flannel's rules, the policy is found in each of these tables.
+#[test]
+fn the_policy_is_found_behind_the_rules_of_other_programs() {
+    in_netns_async(|| async {
+        let tools = Tools::install();
+        for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
+            for rules in [
+                include_str!("../rulesets/docker-27.iptables"),
+                include_str!("../rulesets/docker-28.iptables"),
+                include_str!("../rulesets/kubernetes.iptables"),
+            ] {
+                let without: String = rules
+                    .lines()
+                    .filter(|line| !line.contains("FLANNEL-FWD"))
+                    .map(|line| format!("{line}\n"))
+                    .collect();
+                tools.restore(kind, Family::V4, &without);
+                let found = texts(&stops(&tools).await);
+                let is_policy = |text: &String| text.contains("the policy of chain FORWARD");
+                assert!(found.len() == 1 && is_policy(&found[0]), "{kind:?} {found:?}");
+            }
+            tools.restore(kind, Family::V4, "*filter\nCOMMIT\n*nat\nCOMMIT\n*raw\nCOMMIT\n");
         }
     });
 }
