@@ -122,6 +122,12 @@ pub enum ProblemCause {
     },
     /// Another program puts its rules before the rules of `RequireEncryption`.
     FirewallContested,
+    /// Another program changes the firewall rules again and again, or puts a rule before them that
+    /// no packet passes.
+    FirewallChanged {
+        /// The last differences.
+        found: String,
+    },
     /// Packets are dropped because they would leave unencrypted.
     UnencryptedDropped,
     /// Rules of an earlier flannel cannot be removed.
@@ -297,6 +303,7 @@ impl fmt::Display for ProblemCause {
             | Self::FirewallFailed { .. }
             | Self::NoForwardRules { .. }
             | Self::FirewallContested
+            | Self::FirewallChanged { .. }
             | Self::UnencryptedDropped
             | Self::LeftoverRules { .. }
             | Self::BackendDoesNotEncrypt { .. } => self.describe_firewall(f),
@@ -388,6 +395,11 @@ impl ProblemCause {
             Self::FirewallContested => f.write_str(
                 "another program puts its rules before the jump to the chain FLANNEL-ENCRYPTION \
                  again and again: packets of pods may leave unencrypted in between",
+            ),
+            Self::FirewallChanged { found } => write!(
+                f,
+                "another program changes the firewall rules again and again, which flannel then \
+                 restores: {found}"
             ),
             Self::UnencryptedDropped => f.write_str(
                 "packets to pods of other nodes are dropped, because they would leave unencrypted",

@@ -5,6 +5,8 @@
 
 pub(crate) mod firewall;
 
+pub use firewall::{first_rule, who_changes_rules};
+
 use std::fmt;
 use std::net::IpAddr;
 

@@ -17,7 +17,9 @@ use crate::iptables::program::Programs;
 use crate::iptables::script::Scope;
 use crate::nft::{self, Nft};
 use crate::rules::{RuleOptions, Rules};
-use crate::status::{Check, Cleanup, Contest, Failure, Fault, Repair, Status, log_left};
+use crate::status::{
+    Check, Cleanup, Contest, Contested, Deviation, Failure, Fault, Repair, Status, log_left,
+};
 
 /// The largest number of checks between two attempts to remove leftover rules of the other mode.
 const RARELY: u64 = 720;
@@ -83,7 +85,10 @@ pub struct Firewall {
     status: watch::Sender<Status>,
     last_check: LastCheck,
     opened: Instant,
-    contest: Contest,
+    /// Contests for the place of a jump, with the fault of the last one, and for rules.
+    place: Contest,
+    fault: Fault,
+    rules: Contest,
     /// Limits the lines of the log about repairs.
     logged: LogRateLimiter,
 }
@@ -123,7 +128,9 @@ impl Firewall {
             status: watch::Sender::default(),
             last_check: LastCheck { ended: Instant::now(), took: Duration::ZERO },
             opened: Instant::now(),
-            contest: Contest::default(),
+            place: Contest::of_place(),
+            fault: Fault::Misplaced,
+            rules: Contest::of_rules(),
             logged: LogRateLimiter::default(),
         })
     }
@@ -218,18 +225,18 @@ impl Firewall {
         let Check { deviations, failed } = check;
         let at = SystemTime::now();
         let now = self.opened.elapsed();
-        if by_others && deviations.iter().any(|it| it.fault == Fault::Misplaced) {
-            self.contest.note(Instant::now());
+        if by_others {
+            self.note_repair(&deviations);
         }
-        let contested = self.contest.is_on(Instant::now());
+        let contest = self.contest();
         self.status.send_if_modified(|status| {
             let first_failure = !failed.is_empty() && status.failure.is_none();
             let changed = first_failure
                 || status.in_place != failed.is_empty()
                 || !deviations.is_empty()
-                || status.contested != contested;
+                || status.contest != contest;
             status.checks += 1;
-            status.contested = contested;
+            status.contest = contest;
             status.in_place = failed.is_empty();
             if let Engine::Nftables(nft) = &self.engine {
                 status.dropped.unencrypted.note(nft.counted.unencrypted, at);
@@ -263,6 +270,28 @@ impl Firewall {
             });
             changed
         });
+    }
+
+    /// Notes what another program had changed.
+    fn note_repair(&mut self, deviations: &[Deviation]) {
+        let is_place = |it: &&Deviation| matches!(it.fault, Fault::Misplaced | Fault::Unreached);
+        let now = Instant::now();
+        if let Some(place) = deviations.iter().find(is_place) {
+            self.place.note(now);
+            self.fault = place.fault;
+        }
+        if !deviations.is_empty() {
+            self.rules.note(now);
+        }
+    }
+
+    /// What is contested now.
+    fn contest(&self) -> Option<Contested> {
+        let now = Instant::now();
+        if self.place.is_on(now) {
+            return Some(Contested::Place(self.fault));
+        }
+        self.rules.is_on(now).then_some(Contested::Rules)
     }
 
     /// Waits until a check is due.
@@ -317,7 +346,7 @@ impl Firewall {
         let LastCheck { ended, took } = self.last_check;
         let pause = match self.engine {
             Engine::Nftables(_) => SHORTEST,
-            Engine::Iptables(_) if self.contest.is_on(Instant::now()) => CONTESTED,
+            Engine::Iptables(_) if self.place.is_on(Instant::now()) => CONTESTED,
             // Reading the rules takes a second on hosts with tens of thousands of rules.
             Engine::Iptables(_) => SHORTEST_OF_PROGRAMS.max(4 * took),
         };

@@ -17,4 +17,4 @@ pub use firewall::{Firewall, Mode, Options, cleanup, cleanup_for_go, leftovers};
 pub use guard::{Guard, Guarded, TunnelEnd, Usual};
 pub use iptables::program::{Programs, Variant};
 pub use rules::{Chain, KUBE_PROXY_MARK, Rule, RuleOptions, Rules, Side, Verdict};
-pub use status::{Cleanup, Deviation, Dropped, Failure, Fault, Packets, Repair, Status};
+pub use status::{Cleanup, Contested, Deviation, Dropped, Failure, Fault, Packets, Repair, Status};

@@ -35,10 +35,8 @@ pub struct Status {
     pub old_rules_gone: bool,
     /// Why such rules were not removed. Empty if they were. The next attempts become rarer.
     pub leftovers: Vec<Arc<Error>>,
-    /// Whether another program has put its rules before the jump to the rules about encryption
-    /// ([`Fault::Misplaced`]) three times within a minute. The place of the jump is then repaired
-    /// every five seconds, and packets may leave unencrypted in between. Only in iptables mode.
-    pub contested: bool,
+    /// Another program that changes the rules back again and again, or `None`.
+    pub contest: Option<Contested>,
     /// The packets that the rules have dropped since the firewall was opened, as of the last check.
     /// Always 0 in iptables mode. Receivers are not notified if only these numbers change.
     pub dropped: Packets<Dropped>,
@@ -81,30 +79,54 @@ impl Dropped {
     }
 }
 
-/// Detects another program that, like this one, insists that its rule is the first of a chain.
-#[derive(Debug, Default)]
+/// What another program changes back again and again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Contested {
+    /// It has put its rules before the jump to the rules about encryption ([`Fault::Misplaced`]),
+    /// or a rule that no packet passes before another jump ([`Fault::Unreached`]), three times
+    /// within a minute. The place of the jump is then repaired every five seconds. In between,
+    /// packets may leave unencrypted, or the rules see no packet. Only in iptables mode.
+    Place(Fault),
+    /// It has changed or removed the rules six times within a minute. They are still repaired at
+    /// once.
+    Rules,
+}
+
+/// Detects another program that, like this one, insists on its rules.
+#[derive(Debug)]
 pub(crate) struct Contest {
-    /// The times of the last repairs of the place of the jump.
+    /// The times of the last repairs.
     repairs: VecDeque<Instant>,
+    /// It is on if there were this many repairs within [`Self::TIME`].
+    most: usize,
 }
 
 impl Contest {
-    /// The place is contested if it was repaired this many times.
-    const REPAIRS: usize = 3;
     /// The time within which the repairs count.
     const TIME: Duration = Duration::from_secs(60);
+
+    /// For the place of a jump.
+    pub(crate) fn of_place() -> Self {
+        Self { repairs: VecDeque::new(), most: 3 }
+    }
+
+    /// For all rules. Reloads of firewalls are no contest.
+    pub(crate) fn of_rules() -> Self {
+        Self { repairs: VecDeque::new(), most: 6 }
+    }
 
     /// Notes a repair.
     pub(crate) fn note(&mut self, now: Instant) {
         self.repairs.push_back(now);
-        if self.repairs.len() > Self::REPAIRS {
+        if self.repairs.len() > self.most {
             self.repairs.pop_front();
         }
     }
 
-    /// Whether the place is contested.
+    /// Whether there is a contest.
     pub(crate) fn is_on(&self, now: Instant) -> bool {
-        self.repairs.len() == Self::REPAIRS && now.duration_since(self.repairs[0]) < Self::TIME
+        self.repairs.len() == self.most && now.duration_since(self.repairs[0]) < Self::TIME
     }
 }
 
@@ -246,7 +268,7 @@ mod tests {
 
     #[test]
     fn a_place_is_contested_after_three_repairs_within_a_minute() {
-        let mut contest = Contest::default();
+        let mut contest = Contest::of_place();
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         for (second, is_on) in [(0, false), (50, false), (61, false), (70, true), (300, false)] {
@@ -256,5 +278,11 @@ mod tests {
         contest.note(at(301));
         contest.note(at(302));
         assert!(contest.is_on(at(359)) && !contest.is_on(at(360)), "it has ended");
+        let mut contest = Contest::of_rules();
+        for second in 0..6 {
+            assert!(!contest.is_on(at(second)), "after {second} repairs");
+            contest.note(at(second));
+        }
+        assert!(contest.is_on(at(59)) && !contest.is_on(at(60)));
     }
 }

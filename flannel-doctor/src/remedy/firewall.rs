@@ -41,6 +41,18 @@ impl Owner {
     }
 }
 
+/// Shows the first rules of the hook in which flannel's rules about encryption must be the first.
+pub fn first_rule() -> Remedy {
+    Remedy::run("iptables -t mangle -S POSTROUTING; ip6tables -t mangle -S POSTROUTING")
+        .remark("which program makes the first rule?")
+}
+
+/// Shows which program changes rules of nf_tables.
+pub fn who_changes_rules() -> Remedy {
+    Remedy::run("timeout 60 nft monitor")
+        .remark("names the process of each change: stop it, or let it keep rules of others")
+}
+
 /// Lets packets of pods in `network` pass. `device` is the one by which packets of pods of other
 /// nodes arrive.
 pub(crate) fn admit(stop: &Stop, network: Subnet, device: Option<LinkName>) -> Remedy {

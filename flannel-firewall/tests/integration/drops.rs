@@ -317,6 +317,9 @@ fn conditions_of_iptables_are_understood() {
     });
 }
 
+/// Tables of iptables without rules.
+const EMPTY: &str = "*filter\n:FORWARD ACCEPT\nCOMMIT\n*nat\nCOMMIT\n*raw\nCOMMIT\n";
+
 /// The rules of firewalld 1.3, with the external interface in the zone `public`, whose other members
 /// may reach each other by it.
 #[test]
@@ -353,7 +356,7 @@ fn nothing_is_found_on_a_healthy_node() {
                 tools.restore(kind, family, rules);
                 assert_eq!(texts(&stops(&tools).await), Vec::<String>::new(), "{kind:?} {rules}");
             }
-            tools.restore(kind, Family::V4, "*filter\nCOMMIT\n*nat\nCOMMIT\n*raw\nCOMMIT\n");
+            tools.restore(kind, Family::V4, EMPTY);
         }
         nft(concat!("flush ruleset\n", include_str!("../rulesets/kube-proxy.nft")));
         assert_eq!(texts(&stops(&tools).await), Vec::<String>::new());
@@ -381,7 +384,7 @@ fn the_policy_is_found_behind_the_rules_of_other_programs() {
                 let is_policy = |text: &String| text.contains("the policy of chain FORWARD");
                 assert!(found.len() == 1 && is_policy(&found[0]), "{kind:?} {found:?}");
             }
-            tools.restore(kind, Family::V4, "*filter\nCOMMIT\n*nat\nCOMMIT\n*raw\nCOMMIT\n");
+            tools.restore(kind, Family::V4, EMPTY);
         }
     });
 }

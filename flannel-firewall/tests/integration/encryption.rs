@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::fixture::tools::nft;
 use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::Family;
-use flannel_firewall::{Fault, RuleOptions, Rules, cleanup, cleanup_for_go};
+use flannel_firewall::{Contested, Fault, RuleOptions, Rules, cleanup, cleanup_for_go};
 use flannel_netlink::testing::ip;
 
 in_every_mode!(
@@ -187,7 +187,7 @@ async fn another_program_cannot_get_before_the_rules_later(fixture: Fixture, kin
         }
     }
     assert_passes(&fixture, false);
-    assert!(!running.status.borrow().contested);
+    assert_eq!(running.status.borrow().contest, None);
     // The next firewall finds the rule before the jump too.
     running.stop().await;
     Family::BOTH.into_iter().for_each(|family| accept(variant, family));
@@ -210,7 +210,8 @@ fn a_contest_for_the_first_place_has_few_repairs_and_is_reported() {
             accept();
             running.until(|status| status.repairs >= repairs).await;
         }
-        running.until(|status| status.contested).await;
+        let expected = Some(Contested::Place(Fault::Misplaced));
+        running.until(|status| status.contest == expected).await;
         // Not within the quarter of a second that otherwise lies between two checks.
         accept();
         let checks = running.status.borrow().checks;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::fixture::tools::{nft, reorder_nft};
 use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::Family;
-use flannel_firewall::{Deviation, Fault, RuleOptions};
+use flannel_firewall::{Contested, Deviation, Fault, RuleOptions};
 
 in_every_mode!(
     a_jump_is_between_policies_and_a_rule_that_rejects_everything,
@@ -152,6 +152,9 @@ async fn lasting_changes_by_another_program_are_repaired_and_counted(fixture: Fi
             }
         }
         running.until(|status| status.repairs >= n).await;
+        // A fight is no longer a repair of an accident.
+        let is_fight = running.status.borrow().contest == Some(Contested::Rules);
+        assert_eq!(is_fight, n >= 6, "{n} repairs: {:?}", running.status.borrow());
     }
     for family in Family::BOTH {
         fixture.assert_masqueraded(family);

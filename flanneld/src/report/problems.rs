@@ -12,7 +12,8 @@ use flannel_core::remedy::Trouble;
 use flannel_core::status::{Advisory, Failure, Rejection};
 use flannel_core::subnet::{Loss, Ownership, StoreKind, StoreStatus};
 use flannel_core::{Config, Remedy};
-use flannel_doctor::remedy::{of_shared_address, readdress, render};
+use flannel_doctor::remedy::{first_rule, of_shared_address, readdress, render, who_changes_rules};
+use flannel_firewall::{Contested, Fault};
 use libc::EEXIST;
 
 use super::{refused_config, subnets_used};
@@ -216,12 +217,8 @@ impl Found {
             None if status.in_place => {}
             None => self.error(ProblemCause::FirewallPending, Remedy::WatchStatus),
         }
-        if status.contested {
-            let show = Remedy::run(
-                "iptables -t mangle -S POSTROUTING; ip6tables -t mangle -S POSTROUTING",
-            );
-            let remedy = show.remark("which program makes the first rule?");
-            self.error(ProblemCause::FirewallContested, remedy);
+        if let Some(contest) = status.contest {
+            self.of_contest(contest, status);
         }
         if status.dropped.unencrypted.is_recent(SystemTime::now()) {
             let remedy = Remedy::ListPeers.remark("which nodes have no encrypted offer?");
@@ -231,6 +228,16 @@ impl Found {
             let remedy = error.remedy();
             self.warning(ProblemCause::LeftoverRules { error: error.to_string() }, remedy);
         }
+    }
+
+    fn of_contest(&mut self, contest: Contested, status: &flannel_firewall::Status) {
+        if contest == Contested::Place(Fault::Misplaced) {
+            self.error(ProblemCause::FirewallContested, first_rule());
+            return;
+        }
+        let found = status.last_repair.as_ref().map(|repair| &repair.found[..]).unwrap_or_default();
+        let found: Vec<String> = found.iter().map(ToString::to_string).collect();
+        self.error(ProblemCause::FirewallChanged { found: found.join("; ") }, who_changes_rules());
     }
 
     fn of_encryption(&mut self, network: &NetworkSnapshot) {
@@ -458,6 +465,21 @@ mod tests {
             status.leftovers = vec![guess.into(), left.into()];
         });
         assert_eq!(seen(), (vec![warning], true));
+        status.send_modify(|status| {
+            status.leftovers.clear();
+            status.contest = Some(Contested::Rules);
+            status.last_repair = Some(flannel_firewall::Repair {
+                at: SystemTime::now(),
+                found: vec![flannel_firewall::Deviation {
+                    object: "nftables table ip flannel-ipv4".into(),
+                    fault: Fault::Missing,
+                }],
+            });
+        });
+        let fight = "error: another program changes the firewall rules again and again, which \
+                     flannel then restores: nftables table ip flannel-ipv4: missing";
+        assert_eq!(seen(), (vec![fight.to_owned()], true));
+        status.send_modify(|status| status.contest = None);
         for (requested, text) in [
             (true, "error: the firewall rules are not in place: no iptables"),
             (false, "warning: there are no forward rules: no iptables"),
