@@ -265,7 +265,7 @@ fn of_this_host() {
     finds(
         &lab,
         host,
-        &["forward-drop warning", "chain gate of table ip guard", "nft insert rule ip guard gate"],
+        &["forward-drop warning", "chain gate of table ip guard", "nft add rule ip guard gate"],
     );
     let found = finds(&lab, host, &["forward-drop warning"]);
     host.run("sh", &["-ec", found.rsplit_once("| ").unwrap().1]).unwrap();
