@@ -101,8 +101,29 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
         Ok(())
     }
 
+    /// What the store has assigned to this node as of its last answer, without a request to it. A
+    /// program can so withdraw subnets of an earlier run before a lease is acquired, or while none
+    /// can be. The default implementation returns [`Assignment::Unknown`].
+    fn assignment(&self) -> Assignment {
+        Assignment::Unknown
+    }
+
     /// The state of the store, without a request to it.
     fn store_status(&self) -> StoreStatus;
+}
+
+/// The subnets that a store has assigned to this node. Only a store that chooses the subnets itself
+/// knows them before a lease is acquired.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Assignment {
+    /// The store does not assign subnets, or has not answered yet.
+    #[default]
+    Unknown,
+    /// This node has no subnets that fit the network config.
+    Nothing,
+    /// This node has these subnets.
+    Subnets(Subnets),
 }
 
 /// Whether this node owns the subnets of its lease.

@@ -20,7 +20,7 @@ use async_trait::async_trait;
 use flannel_core::address::Family;
 use flannel_core::lease::{LeaseAttrs, View};
 use flannel_core::runtime::{Task, lock};
-use flannel_core::subnet::{Hints, LeaseEnd, Ownership, Readiness, StoreStatus};
+use flannel_core::subnet::{Assignment, Hints, LeaseEnd, Ownership, Readiness, StoreStatus};
 use flannel_core::{Config, Error, Lease, Result, SubnetManager};
 use tokio::sync::watch;
 
@@ -209,6 +209,11 @@ impl SubnetManager for KubeManager {
         });
         self.condition.get_or_init(|| Task::spawn(condition::keep(Arc::clone(&self.shared))));
         Ok(())
+    }
+
+    /// From the PodCIDRs of the node. A node whose PodCIDRs do not fit keeps its earlier lease.
+    fn assignment(&self) -> Assignment {
+        *lock(&self.shared.assignment)
     }
 
     fn store_status(&self) -> StoreStatus {

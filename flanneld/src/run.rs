@@ -6,6 +6,7 @@ mod backends;
 mod config_validator;
 mod controllers;
 mod network;
+mod own_subnets;
 mod proven;
 mod refusals;
 mod start;
@@ -32,6 +33,7 @@ use crate::observe::Observer;
 use crate::store::{self, LeaseOptions, readiness};
 use controllers::leftovers::go_flannel::GoFlannel;
 use network::DaemonContext;
+use own_subnets::OwnSubnets;
 use start::{Starter, StarterParts};
 use trial::DeviceTrials;
 
@@ -110,6 +112,7 @@ async fn run_networks(
         machine_id: machine_id(holder),
         writes,
         trials,
+        own_subnets: OwnSubnets::new(settings.subnet_file.clone(), go_flannel.clone()),
     };
     let starter = Starter::new(settings, parts);
     tokio::select! {

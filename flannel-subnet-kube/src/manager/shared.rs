@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::runtime::lock;
-use flannel_core::subnet::{Hints, Ownership, Readiness};
+use flannel_core::subnet::{Assignment, Hints, Ownership, Readiness};
 use flannel_core::{Config, Error, Lease, Result, Subnets};
 use tokio::sync::{OnceCell, watch};
 
@@ -30,6 +30,8 @@ pub(crate) struct Shared {
     /// The config that was returned last. The lease and the views use it.
     pub(crate) handed_out: Mutex<Option<Config>>,
     pub(crate) held: Mutex<Option<Held>>,
+    /// This node's subnets, as of the last read before a lease.
+    pub(crate) assignment: Mutex<Assignment>,
     /// Why this node cannot have a lease yet.
     pub(crate) obstacle: Mutex<Obstacle>,
     /// The annotations that this node wrote last.
@@ -92,6 +94,7 @@ impl Shared {
             follower: Mutex::default(),
             handed_out: Mutex::default(),
             held: Mutex::default(),
+            assignment: Mutex::default(),
             obstacle: Mutex::default(),
             published: Mutex::default(),
             wrong_config: Mutex::default(),
@@ -161,7 +164,9 @@ impl Shared {
     /// The present state of this node as hints.
     pub(crate) async fn own_hints(&self) -> Result<Hints> {
         let (node, _) = self.own_node().await?;
-        let families: Vec<Family> = self.config().await?.networks.families().collect();
+        let config = self.config().await?;
+        self.note_assignment(&node, &config);
+        let families: Vec<Family> = config.networks.families().collect();
         let prefix = &self.options.prefix;
         let NodeLease { lease, .. } = node.lease(Revision::default(), &families, prefix);
         let prescribed = self.prescribed(&node)?;
@@ -171,9 +176,20 @@ impl Shared {
             .with_last_published(lease.map(|lease| lease.attrs)))
     }
 
+    /// Notes the subnets of this node as they were read.
+    fn note_assignment(&self, node: &Node, config: &Config) {
+        let assignment = match (self.fitting(node, config), self.held()) {
+            (Ok(subnets), _) => Assignment::Subnets(subnets),
+            (Err(_), Some(held)) => Assignment::Subnets(held.lease.subnets),
+            (Err(_), None) => Assignment::Nothing,
+        };
+        *lock(&self.assignment) = assignment;
+    }
+
     /// Makes a lease from the present state of this node.
     pub(crate) async fn take(&self, config: Config, attrs: &LeaseAttrs) -> Result<Held> {
         let (node, read) = self.own_node().await?;
+        self.note_assignment(&node, &config);
         let Terms { prescribed, subnets } = self.terms(&node, &config)?;
         let families: Vec<Family> = config.networks.families().collect();
         let advertised = overwrites(&node.values, &families, &self.options.prefix);

@@ -1,5 +1,6 @@
 //! The file `subnet.env`: read, written, and watched for its removal.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use flannel_core::logging::LogRateLimiter;
-use flannel_core::{SubnetEnv, SubnetEnvError, Subnets};
+use flannel_core::{Subnet, SubnetEnv, SubnetEnvError, Subnets};
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
@@ -91,6 +92,35 @@ pub fn write(path: &Path, env: &SubnetEnv) -> Result<(), SubnetFileError> {
         DirBuilder::new().recursive(true).mode(0o755).create(parent).map_err(error)?;
     }
     atomic::replace(path, env.to_string().as_bytes(), 0o644, None).map_err(error)
+}
+
+/// Removes the file if it has other subnets than this node, or other pod networks than `networks`.
+/// With `own` `None` this node has no subnets; with `networks` `None` any networks are right.
+/// Returns the subnets of the removed file, or `None` if the file stays. A file without a subnet
+/// stays: plugins refuse it.
+///
+/// # Errors
+/// The file cannot be removed.
+///
+/// # Blocking
+/// Waits for the disk.
+pub fn remove_others(
+    path: &Path,
+    own: Option<Subnets>,
+    networks: Option<&[Subnet]>,
+) -> Result<Option<Subnets>, SubnetFileError> {
+    let Ok(Some(there)) = previous(path) else { return Ok(None) };
+    let set = |networks: &[Subnet]| BTreeSet::from_iter(networks.iter().copied());
+    let has_networks =
+        |networks| read(path).map_or(true, |env| set(&env.networks) == set(networks));
+    if own == Some(there) && networks.is_none_or(has_networks) {
+        return Ok(None);
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(SubnetFileError::Io { path: path.to_owned(), source }),
+        Ok(()) => Ok(Some(there)),
+    }
 }
 
 /// Calls `write` each time another program has removed the file at `path`. Returns only when
@@ -196,6 +226,38 @@ mod tests {
         }
         assert_eq!(written.load(Ordering::Relaxed), 2);
         assert_eq!(read(&path).unwrap(), env);
+    }
+
+    #[test]
+    fn a_file_of_other_subnets_or_networks_is_removed_and_one_of_the_same_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("subnet.env");
+        let own: Subnets = "10.1.5.0-24&fd00:0:0:5::-64".parse().unwrap();
+        let networks: Vec<Subnet> = ["fd00::/48", "10.1.0.0/16"].map(|n| n.parse().unwrap()).into();
+        let removed = |text: &str, own: Option<Subnets>, networks: Option<&[Subnet]>| {
+            fs::write(&path, text).unwrap();
+            let there = remove_others(&path, own, networks).unwrap();
+            assert_eq!(there.is_some(), !path.exists());
+            there.is_some()
+        };
+        assert!(!removed(ENV, Some(own), Some(&networks)));
+        assert!(!removed(ENV, Some(own), None));
+        assert!(removed(ENV, None, None), "this node has no subnets");
+        for (from, to) in [
+            ("10.1.5.1", "10.1.6.1"),
+            ("10.1.5.1/24", "10.1.5.1/25"),
+            ("fd00:0:0:5::1", "fd00:0:0:6::1"),
+            ("FLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\n", ""),
+            ("10.1.0.0/16", "10.0.0.0/8"),
+            ("FLANNEL_IPV6_NETWORK=fd00::/48\n", ""),
+        ] {
+            assert!(removed(&ENV.replace(from, to), Some(own), Some(&networks)), "{from} {to}");
+        }
+        // Other values are not about the addresses of pods. Without a subnet there are none.
+        assert!(!removed(&ENV.replace("1450", "1400"), Some(own), Some(&networks)));
+        assert!(!removed("FLANNEL_MTU=1450\n", Some(own), Some(&networks)));
+        fs::remove_file(&path).unwrap();
+        assert_eq!(remove_others(&path, None, None).unwrap(), None);
     }
 
     #[test]

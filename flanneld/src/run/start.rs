@@ -11,7 +11,7 @@ use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
 use flannel_core::remedy::Trouble;
 use flannel_core::runtime::{blocking, lock};
-use flannel_core::subnet::Hints;
+use flannel_core::subnet::{Assignment, Hints};
 use flannel_core::{Backend, Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_doctor::paths::Paths;
 use flannel_netlink::NetlinkKernel;
@@ -26,6 +26,7 @@ pub(super) use self::choice::{Before, Purpose};
 pub(super) use self::ready::Ready;
 use super::backends::{ActiveBackend, ActiveBackends, BackendRecord};
 use super::config_validator::ConfigValidator;
+use super::own_subnets::OwnSubnets;
 use super::proven::Proven;
 use super::refusals::{Refusals, Refused};
 use super::trial::DeviceTrials;
@@ -60,6 +61,7 @@ pub(super) struct Starter<'a> {
     /// The writes of state files.
     pub(super) writes: BlockingQueue,
     trials: DeviceTrials,
+    pub(super) own_subnets: OwnSubnets,
 }
 
 /// What a [`Starter`] builds networks with, besides the settings.
@@ -70,6 +72,7 @@ pub(super) struct StarterParts {
     /// The writes of state files.
     pub(super) writes: BlockingQueue,
     pub(super) trials: DeviceTrials,
+    pub(super) own_subnets: OwnSubnets,
 }
 
 /// The values that the last network was built from.
@@ -100,7 +103,7 @@ struct JoinPlan {
 
 impl<'a> Starter<'a> {
     pub(super) fn new(settings: &'a DaemonConfig, parts: StarterParts) -> Self {
-        let StarterParts { kernel, subnets, machine_id, writes, trials } = parts;
+        let StarterParts { kernel, subnets, machine_id, writes, trials, own_subnets } = parts;
         let record = BackendRecord::open(&settings.state_dir).writing_in(writes.clone());
         let proven = Proven::open(&settings.state_dir, &subnets.store_status().store)
             .writing_in(writes.clone());
@@ -117,6 +120,7 @@ impl<'a> Starter<'a> {
             refusals: Refusals::default(),
             writes,
             trials,
+            own_subnets,
         }
     }
 
@@ -152,7 +156,7 @@ impl<'a> Starter<'a> {
     ) -> Result<Ready, Error> {
         let subnets = &*self.subnets;
         let start = async || {
-            Box::pin(self.start()).await.inspect_err(|error| {
+            Box::pin(self.start(observer)).await.inspect_err(|error| {
                 let remedy = error.remedy(&subnets.store_status().kind);
                 let trouble = Trouble::new(error.to_string(), remedy);
                 observer.note(|facts| facts.waits_for = Some(trouble));
@@ -174,8 +178,8 @@ impl<'a> Starter<'a> {
     ///
     /// # Errors
     /// The store does not answer, or no network can be built from its values.
-    async fn start(&self) -> Result<Ready, Error> {
-        let StoreValues { config, cached, hints, views } = self.read().await?;
+    async fn start(&self, observer: &Observer) -> Result<Ready, Error> {
+        let StoreValues { config, cached, hints, views } = self.read(observer).await?;
         let used = self.last.as_ref().map(|last| last.iface.clone());
         let validator =
             ConfigValidator::new(&self.kernel, self.settings, &hints, views.clone(), used);
@@ -192,7 +196,7 @@ impl<'a> Starter<'a> {
             Err(error) if refused.is_none() && self.goes_back(&config, &error) => {
                 self.refusals.set(Some(Refused { config, reason: error.to_string() }));
                 self.record.drop_unoffered(&*backends.target);
-                return Box::pin(self.start()).await;
+                return Box::pin(self.start(observer)).await;
             }
             Err(error) => {
                 // Neither config gets a lease: the next attempt begins with the config of the
@@ -203,6 +207,9 @@ impl<'a> Starter<'a> {
                 return Err(error.into());
             }
         };
+        let own = Assignment::Subnets(joined.network.handle().lease.subnets);
+        let networks = Some(config.pod_networks().collect());
+        self.own_subnets.note(own, networks, observer).await;
         log_choice(&config, &*backends.target, &uplink);
         Ok(Ready {
             config,
@@ -226,12 +233,13 @@ impl<'a> Starter<'a> {
     ///
     /// # Errors
     /// The store does not answer, or has no config.
-    async fn read(&self) -> Result<StoreValues, Error> {
+    async fn read(&self, observer: &Observer) -> Result<StoreValues, Error> {
         let subnets = &*self.subnets;
         let proven = self.proven.get();
         let config = stored(subnets, self.last_config().or(proven.as_ref())).await?;
         let cached = subnets.store_status().confirmed.is_none();
         let hints = subnets.hints().await?;
+        self.own_subnets.note(subnets.assignment(), None, observer).await;
         lock(&self.hints).clone_from(&hints);
         let views = subnets.watch_leases().await?;
         // Before the next steps, because each of them may fail, in this start and in later ones.

@@ -6,7 +6,7 @@ use std::pin::pin;
 use std::time::Duration;
 
 use flannel_core::subnet::{LastError, LeaseEnd};
-use flannel_core::{Lease, SubnetManager};
+use flannel_core::{Lease, SubnetManager, Subnets};
 use flannel_subnet::Backoff;
 use tokio::time::{Instant, interval_at, sleep};
 
@@ -109,13 +109,13 @@ pub(crate) async fn holding<T>(
     }
 }
 
-/// Keeps a lease until this node has another one. Returns the reason.
+/// Keeps a lease until this node has another one. Returns its subnets.
 ///
 /// # Errors
 /// [`Error::LeaseLost`], or the lease cannot be kept.
-pub(crate) async fn hold(subnets: &dyn SubnetManager, held: &Lease) -> Result<String, Error> {
+pub(crate) async fn hold(subnets: &dyn SubnetManager, held: &Lease) -> Result<Subnets, Error> {
     match subnets.hold_lease(held).await? {
-        LeaseEnd::Moved { to } => Ok(format!("this node was given {to}")),
+        LeaseEnd::Moved { to } => Ok(to),
         end => Err(Error::LeaseLost { subnets: held.subnets.into(), end: end.into() }),
     }
 }

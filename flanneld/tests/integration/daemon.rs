@@ -1031,6 +1031,38 @@ fn a_removed_subnet_file_is_written_again() {
     });
 }
 
+/// A pod keeps its address for life. The device cannot come up, so the new file comes late.
+#[test]
+fn a_subnet_file_of_another_subnet_is_removed_before_the_network_is_in_place() {
+    in_netns(|| {
+        uplink();
+        ip("link add other type vxlan id 9 gbp dstport 8472 dev eth0");
+        ip("link set other up");
+        let place = Place::new(CONFIG);
+        let file = place.subnet_file();
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        let stale = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.7.1/24\nFLANNEL_MTU=1450\n\
+                     FLANNEL_IPMASQ=false\n";
+        fs::write(&file, stale).unwrap();
+        let text = || fs::read_to_string(&file).unwrap_or_default();
+        let removed = "the subnet file has other subnets or networks than this node, it is removed";
+        let daemon = place.start(&[]);
+        wait_until(|| text() != stale, || daemon.log());
+        daemon.wait_for_log(removed);
+        assert!(!daemon.log().contains("running lease"), "{}", daemon.log());
+        ip("link delete other");
+        daemon.wait_for_log("running lease");
+        let first = place.subnet_env();
+        drop(daemon);
+        // A file of the same subnet stays, also if other values have changed.
+        fs::write(&file, first.replace("MTU=1450", "MTU=1400")).unwrap();
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("running lease");
+        assert!(!daemon.log().contains(removed), "{}", daemon.log());
+        assert_eq!(place.subnet_env(), first);
+    });
+}
+
 #[test]
 fn forward_rules_are_made_when_iptables_appears() {
     in_netns(|| {

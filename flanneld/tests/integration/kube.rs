@@ -933,3 +933,43 @@ fn a_refusal_is_retried_and_an_invalid_value_stops_the_daemon() {
         daemon.wait_for_log("--kube-api-url: \"nonsense\" is no URL");
     });
 }
+
+/// While a node waits for its lease, pods get no addresses of an earlier subnet.
+#[test]
+fn a_subnet_file_is_removed_if_the_node_has_other_podcidrs_or_none() {
+    in_netns(|| {
+        let server = cluster();
+        let stale = |subnet: &str| {
+            format!(
+                "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET={subnet}\nFLANNEL_MTU=1400\n\
+                 FLANNEL_IPMASQ=false\n"
+            )
+        };
+        let host = Host::new(1, VXLAN);
+        fs::create_dir_all(host.subnet_file().parent().unwrap()).unwrap();
+        for cidr in [None, Some("10.9.0.0/24")] {
+            fs::write(host.subnet_file(), stale("10.1.1.1/24")).unwrap();
+            let mut node = blank(&["10.1.1.0/24"]);
+            node["spec"] = cidr.map_or(json!({}), |cidr| json!({ "podCIDR": cidr }));
+            server.put_node("node-1", node);
+            let daemon = host.start(&server, &[]);
+            wait_until(|| host.subnet_env().is_empty(), || daemon.log());
+            server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.1.0/24" }));
+            daemon.wait_for_log("running lease");
+            assert_eq!(host.subnet_env(), stale("10.1.1.1/24").replace("1400", "1450"));
+        }
+        // The same subnet: the file stays while the node waits for a valid address. With another
+        // PodCIDR it goes before the annotations are written.
+        let held = host.subnet_env();
+        let wrong = format!("{PREFIX}public-ip-overwrite");
+        for (cidr, file) in [("10.1.1.0/24", held.as_str()), ("10.1.2.0/24", "")] {
+            let mut node = blank(&[cidr]);
+            node["metadata"]["annotations"] = json!({ wrong.clone(): "no address" });
+            server.put_node("node-1", node);
+            fs::write(host.subnet_file(), &held).unwrap();
+            let daemon = host.start(&server, &[]);
+            daemon.wait_for_log("waiting reason");
+            wait_until(|| host.subnet_env() == file, || daemon.log());
+        }
+    });
+}

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use flannel_core::lease::Origin;
 use flannel_core::remedy::Trouble;
+use flannel_core::subnet::Assignment;
 use tokio::time::sleep;
 
 use super::Ended;
@@ -40,7 +41,12 @@ impl LeaseController<'_> {
             "running"
         );
         tokio::select! {
-            reason = hold(network.subnets, lease) => reason,
+            to = hold(network.subnets, lease) => {
+                let to = to?;
+                let own = Assignment::Subnets(to);
+                network.starter.own_subnets.note(own, None, network.observer).await;
+                Ok(format!("this node was given {to}"))
+            }
             error = subnet_file.restore() => Err(error),
         }
     }

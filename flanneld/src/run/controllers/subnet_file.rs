@@ -21,7 +21,8 @@ pub(crate) struct SubnetFile<'a> {
 }
 
 impl SubnetFile<'_> {
-    /// Writes the file, after the rules and the tunnel are in place.
+    /// Writes the file, after the rules and the tunnel are in place, and while this node may have
+    /// the subnets.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -33,6 +34,7 @@ impl SubnetFile<'_> {
             status: network.handle.status.clone(),
         };
         rules.wait().await;
+        network.starter.own_subnets.may_be(network.handle.lease.subnets).await;
         let env = SubnetEnv {
             networks: network.config.pod_networks().collect(),
             subnets: network.handle.lease.subnets.iter().collect(),
@@ -51,7 +53,8 @@ impl SubnetFile<'_> {
     }
 
     /// Writes the file again whenever another program has removed it. A node with a lapsed lease
-    /// has no subnet file.
+    /// has no subnet file, and a node that was given other subnets has none until their network
+    /// runs.
     ///
     /// # Errors
     /// Returns only if the file cannot be written.
@@ -60,9 +63,18 @@ impl SubnetFile<'_> {
             return std::future::pending().await;
         }
         let path = &self.network.settings.subnet_file;
-        let restored = subnet_file::restore(path, async || self.write().await).await;
-        let Err(error) = restored;
-        error
+        let own_subnets = &self.network.starter.own_subnets;
+        let subnets = self.network.handle.lease.subnets;
+        loop {
+            own_subnets.may_be(subnets).await;
+            tokio::select! {
+                restored = subnet_file::restore(path, async || self.write().await) => {
+                    let Err(error) = restored;
+                    return error;
+                }
+                () = own_subnets.are_not(subnets) => {}
+            }
+        }
     }
 }
 

@@ -26,6 +26,9 @@ use super::{is_settled, log_removal};
 use crate::blocking::BlockingQueue;
 use crate::error::Error;
 
+/// The record after a subnet file of another program was removed, whose routes may still be there.
+const REMOVED: &str = "removed\n";
+
 /// The leftovers of Go flannel. Clones share their state.
 #[derive(Debug, Clone)]
 pub(crate) struct GoFlannel {
@@ -57,7 +60,9 @@ impl GoFlannel {
             }
             Err(error) => return Err(Error::file(&record, &error)),
         };
-        let left_routes = Arc::new(AtomicBool::new(there.is_some() && there != ours));
+        let was_removed = ours.as_deref() == Some(REMOVED);
+        let is_others = was_removed || (there.is_some() && there != ours);
+        let left_routes = Arc::new(AtomicBool::new(is_others));
         Ok(Self { subnet_file, record, left_routes, writes: BlockingQueue::default() })
     }
 
@@ -79,6 +84,20 @@ impl GoFlannel {
                 path = %self.record.display(), %error, subnet_file = %self.subnet_file.display(),
                 "a state file cannot be written (see --state-dir): the next start treats the \
                  subnet file as Go flannel's"
+            );
+        }
+    }
+
+    /// Records that this daemon removed the subnet file. The routes of its writer may still be there
+    /// after another start.
+    pub(crate) fn removed_subnet_file(&self) {
+        if self.left_routes()
+            && let Err(error) = state_dir::replace(&self.record, REMOVED)
+        {
+            tracing::warn!(
+                path = %self.record.display(), %error,
+                "a state file cannot be written (see --state-dir): if the daemon is restarted now, \
+                 routes of Go flannel may stay"
             );
         }
     }
@@ -170,6 +189,17 @@ mod tests {
         assert!(second.left_routes(), "Go flannel ran meanwhile");
         second.wrote_subnet_file();
         assert!(find().left_routes(), "not before its routes are gone");
+        second.removed_subnet_file();
+        fs::remove_file(&file).unwrap();
+        assert!(find().left_routes(), "its routes outlive its file");
+        let third = find();
+        third.left_routes.store(false, Ordering::Relaxed);
+        fs::write(&file, "A=1\n").unwrap();
+        third.wrote_subnet_file();
+        assert!(!find().left_routes(), "its routes are gone");
+        third.removed_subnet_file();
+        fs::remove_file(&file).unwrap();
+        assert!(!find().left_routes(), "the removed file was ours");
     }
 
     #[tokio::test]
