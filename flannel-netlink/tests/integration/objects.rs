@@ -274,6 +274,26 @@ fn unrepresentable_attributes_are_noted_and_repaired() {
     });
 }
 
+/// As hardening guides have it. The setting of `all` writes that of each device.
+#[test]
+fn an_ipv6_address_is_put_on_a_device_with_ipv6_off() {
+    in_netns(|| {
+        let kernel = uplinks();
+        let settings = std::path::Path::new("/proc/sys/net/ipv6/conf");
+        std::fs::write(settings.join("default/disable_ipv6"), "1").unwrap();
+        let (wanted, _) = device(Family::V6);
+        put(&kernel, wanted);
+        let addr = Addr { link: name("flannel.1"), address: address("fd00:1:0:1::"), len: 128 };
+        put(&kernel, addr);
+        let one = [("fd00:1:0:1::".to_owned(), 128)];
+        assert_eq!(shown_addresses(), one);
+        std::fs::write(settings.join("all/disable_ipv6"), "1").unwrap();
+        assert_eq!(shown_addresses(), []);
+        put(&kernel, addr);
+        assert_eq!(shown_addresses(), one);
+    });
+}
+
 #[test]
 fn of_several_prefix_lengths_in_one_call_the_last_one_stays() {
     in_netns(|| {

@@ -16,7 +16,7 @@ use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{Backend, SubnetManager};
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::testing::{bridge, in_netns_async, ip};
+use flannel_netlink::testing::{bridge, in_netns_async, ip, run};
 use flannel_route::{Host, JoinOptions};
 use serde_json::Value;
 use tokio::sync::watch;
@@ -180,10 +180,8 @@ impl Witness {
             .expect("the network is in sync");
         let before = self.status.borrow().repaired;
         for command in commands {
-            let run = |(program, args): (&str, &str)| {
-                if program == "bridge" { bridge(args) } else { ip(args) }
-            };
-            run(command.split_once(' ').unwrap());
+            let (program, args) = command.split_once(' ').unwrap();
+            run(program, args);
         }
         // The repair may be faster than reading the damage, so only its end is checked.
         let repaired = async {
@@ -352,6 +350,8 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
     } else {
         let label = format!("ip link set {dev} type vxlan id 1 flowlabel 7");
         damages.push(("flow label set", one(label)));
+        let off = format!("sysctl -w net/ipv6/conf/{dev}/disable_ipv6=1");
+        damages.push(("IPv6 switched off", one(off)));
     }
     if let Some(id) = nexthop_of(dst) {
         damages.extend(nexthop_damages(id, &format!("via {other} dev {dev} onlink"), unwanted));

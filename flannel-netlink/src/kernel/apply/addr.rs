@@ -1,13 +1,18 @@
 //! Steps for addresses.
 
 use std::collections::hash_map::Entry;
+use std::fs;
+use std::path::Path;
 
 use flannel_core::kernel::KernelError;
-use flannel_core::object::Addr;
+use flannel_core::object::{Addr, LinkName};
 
 use super::{Steps, Writer};
 use crate::codec::addr;
 use crate::codec::addr::AddrMessage;
+
+/// The directories of the IPv6 settings of each link.
+const IPV6_SETTINGS: &str = "/proc/sys/net/ipv6/conf";
 
 impl Steps for Addr {
     /// Adds the address, and deletes entries for the same address that have another prefix length,
@@ -20,7 +25,12 @@ impl Steps for Addr {
     /// a temporary entry, with another prefix length, keeps the routes until the put. An IPv4
     /// address with a peer is another entry only if the prefix is /32, as it is for flannel's
     /// addresses (`find_matching_ifa`).
+    ///
+    /// An IPv6 address needs a link on which IPv6 is on.
     fn put(&self, writer: &mut Writer<'_>, n: usize, index: u32) -> Result<(), KernelError> {
+        if self.address.is_ipv6() {
+            writer.namespace.run(|| allow_ipv6(Path::new(IPV6_SETTINGS), self.link))??;
+        }
         let there = writer.addrs_on(index)?;
         let is_other = |a: &AddrMessage| {
             let is_same = a.len == self.len && a.far.is_none() && a.is_universal();
@@ -74,5 +84,52 @@ impl Writer<'_> {
                 unknown.insert(self.socket.dump(addr::on(index), addr::read)?)
             }
         })
+    }
+}
+
+/// Switches IPv6 on for a link. A new link gets the setting of `default`, and the kernel refuses
+/// addresses on a link on which IPv6 is off.
+///
+/// # Errors
+/// IPv6 is off, and the setting cannot be written. In containers it is usually read-only.
+fn allow_ipv6(settings: &Path, link: LinkName) -> Result<(), KernelError> {
+    let setting = settings.join(link.as_str()).join("disable_ipv6");
+    // Without IPv6 in the kernel the file does not exist, and the kernel names the reason.
+    let is_off = fs::read_to_string(&setting).is_ok_and(|text| text.trim() != "0");
+    if !is_off {
+        return Ok(());
+    }
+    fs::write(&setting, "0").map_err(|error| {
+        let detail = format!(
+            "net/ipv6/conf/{link}/disable_ipv6 is 1, so {link} can have no IPv6 address: set this \
+             sysctl to 0 on the host, because it cannot be written here"
+        );
+        KernelError::from(error).about(detail)
+    })?;
+    tracing::info!(%link, "IPv6 was off on this link (disable_ipv6), it is switched on");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_setting_that_cannot_be_written_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let link: LinkName = "flannel-v6.1".parse().unwrap();
+        allow_ipv6(dir.path(), link).unwrap();
+        let settings = dir.path().join(link.as_str());
+        fs::create_dir(&settings).unwrap();
+        // Nobody can write to this file of the kernel, which has a number.
+        symlink("/proc/sys/kernel/ngroups_max", settings.join("disable_ipv6")).unwrap();
+        let error = allow_ipv6(dir.path(), link).unwrap_err().to_string();
+        assert!(error.starts_with("net/ipv6/conf/flannel-v6.1/disable_ipv6 is 1"), "{error}");
+        fs::remove_file(settings.join("disable_ipv6")).unwrap();
+        fs::write(settings.join("disable_ipv6"), "1\n").unwrap();
+        allow_ipv6(dir.path(), link).unwrap();
+        assert_eq!(fs::read_to_string(settings.join("disable_ipv6")).unwrap(), "0");
     }
 }
