@@ -71,6 +71,8 @@ pub enum Check {
     Segments,
     /// The store answers, and soon.
     Store,
+    /// IPv6 is on where pods need it, and the host keeps its IPv6 address and default route.
+    Sysctl,
     /// No filter of `tc` is attached to a tunnel device.
     TcFilter,
     /// The tunnel to a peer passes packets.
@@ -116,6 +118,7 @@ impl Check {
             Self::RpFilter => "rp-filter",
             Self::Segments => "segments",
             Self::Store => "store",
+            Self::Sysctl => "sysctl",
             Self::TcFilter => "tc-filter",
             Self::Tunnel => "tunnel",
             Self::Underlay => "underlay",
@@ -138,7 +141,7 @@ impl fmt::Display for Check {
 }
 
 /// Every check of this version, by name.
-const ALL: [Check; 33] = [
+const ALL: [Check; 34] = [
     Check::Arp,
     Check::BridgeNetfilter,
     Check::Checksum,
@@ -168,6 +171,7 @@ const ALL: [Check; 33] = [
     Check::RpFilter,
     Check::Segments,
     Check::Store,
+    Check::Sysctl,
     Check::TcFilter,
     Check::Tunnel,
     Check::Underlay,

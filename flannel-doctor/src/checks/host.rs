@@ -6,6 +6,7 @@
 mod arp;
 mod changes;
 mod foreign;
+mod ipv6;
 mod limits;
 mod read;
 mod routes;
@@ -23,6 +24,7 @@ use flannel_netlink::foreign::{Attached, Rule, TableRoute};
 
 use crate::finding::{Check, Finding};
 use crate::remedy::readdress;
+use ipv6::{Expiring, Off};
 use limits::Tracked;
 use read::read;
 
@@ -30,8 +32,9 @@ pub use changes::log_changes;
 pub use read::CheckedNetwork;
 
 /// The checks of the host that runs a network.
-pub const CHECKS: [Check; 16] = [
+pub const CHECKS: [Check; 17] = [
     Check::Forwarding,
+    Check::Sysctl,
     Check::RpFilter,
     Check::Arp,
     Check::IpRule,
@@ -107,6 +110,10 @@ struct HostFacts {
     mtu: Option<u32>,
     /// The MTU of each pod on the bridge with this node's subnet.
     pods: Vec<u32>,
+    /// What the external interface loses, because it ignores router advertisements.
+    expiring: Option<Expiring>,
+    /// Where IPv6 is off, although pods need it.
+    ipv6_off: Option<Off>,
     /// Values that could not be read, with the reason if it is known.
     unread: Vec<String>,
 }
@@ -133,6 +140,7 @@ fn check(facts: &HostFacts) -> Vec<Finding> {
     let mut found = forwarding(facts);
     found.extend(rp_filter(facts));
     found.extend(arp::arp(facts));
+    found.extend(ipv6::ipv6(facts));
     found.extend(foreign::rules(facts));
     found.extend(foreign::attached(facts));
     found.extend(stops::stops(facts));

@@ -756,7 +756,24 @@ fn faults_of_ipv6() {
     five_between_hosts(&lab, Family::V6);
     three_of_a_host(&lab, Family::V6);
     of_rules(&lab, Family::V6);
+    an_advertised_route_expires(&lab);
     too_narrow_for_ipv6(&lab);
+}
+
+/// A host that forwards packets ignores router advertisements.
+fn an_advertised_route_expires(lab: &Lab) {
+    let host = &lab.hosts()[0];
+    let route = "default via fe80::1 dev eth0 proto ra metric 9000";
+    let change = |verb: &str, rest: &str| {
+        let command = format!("-6 route {verb} {route}{rest}");
+        host.run("ip", &command.split(' ').collect::<Vec<_>>()).unwrap();
+    };
+    host.namespace().sysctl("net/ipv6/conf/eth0/accept_ra", "1").unwrap();
+    change("add", " expires 1800");
+    let found = finds(lab, host, &["sysctl warning", "the IPv6 default route of eth0 expires"]);
+    repair(lab, &[host], &found);
+    cured(lab, host);
+    change("del", "");
 }
 
 /// A path that no network config repairs gets no config command.

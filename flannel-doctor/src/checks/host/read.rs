@@ -16,6 +16,7 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Interface;
 
 use super::HostFacts;
+use super::ipv6::{bridge_of, read_expiring, read_off};
 use super::limits::Tracked;
 
 /// The largest number of peers whose routes are looked up.
@@ -180,7 +181,12 @@ impl HostFacts {
                 None => {}
             }
         }
-        let ports = self.bridge().map(|bridge| ports(Path::new("/sys/class/net"), bridge));
+        let bridge = self.bridge();
+        if self.pod_networks.v6.is_some() {
+            self.expiring = read_expiring(uplink);
+            self.ipv6_off = read_off(bridge);
+        }
+        let ports = bridge.map(|bridge| ports(Path::new("/sys/class/net"), bridge));
         self.pods = ports.unwrap_or_default();
         self.arp_ignore = larger(uplink, "arp_ignore");
         self.arp_filter = larger(uplink, "arp_filter").map(|value| value != 0);
@@ -299,7 +305,7 @@ fn is_there(link: LinkName) -> bool {
     Path::new("/proc/sys/net/ipv4/conf").join(link.as_str()).exists()
 }
 
-fn sysctl<T: FromStr>(key: &str) -> Option<T> {
+pub(super) fn sysctl<T: FromStr>(key: &str) -> Option<T> {
     fs::read_to_string(Path::new("/proc/sys").join(key)).ok()?.trim().parse().ok()
 }
 

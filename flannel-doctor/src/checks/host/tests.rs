@@ -49,6 +49,8 @@ fn healthy() -> HostFacts {
         peers: vec![peer("10.1.7.0-24", "192.0.2.7")],
         mtu: Some(1430),
         pods: vec![1430, 1400],
+        expiring: None,
+        ipv6_off: None,
         unread: Vec::new(),
     }
 }
@@ -279,6 +281,38 @@ fn each_fault_is_one_finding_with_its_repair() {
             ["arp error", "of 192.0.2.7, because packets to it leave through", "arp_filter=0"],
         ),
         (
+            only(|f| f.expiring = Some(Expiring::DefaultRoute)),
+            [
+                "sysctl warning | net.ipv6.conf.eth0.accept_ra is 1",
+                "the IPv6 default route of eth0 expires",
+                "sysctl -w net.ipv6.conf.eth0.accept_ra=2",
+            ],
+        ),
+        (
+            only(|f| f.expiring = Some(Expiring::Address("2001:db8::5".parse().unwrap()))),
+            [
+                "sysctl warning",
+                "the address 2001:db8::5 of eth0 expires",
+                "sysctl -w net.ipv6.conf.eth0.accept_ra=2",
+            ],
+        ),
+        (
+            only(|f| f.ipv6_off = Some(Off::Bridge(device("cni0")))),
+            [
+                "sysctl error | net.ipv6.conf.cni0.disable_ipv6 is 1",
+                "the bridge of pods: new pods get no network",
+                "sysctl -w net.ipv6.conf.cni0.disable_ipv6=0",
+            ],
+        ),
+        (
+            only(|f| f.ipv6_off = Some(Off::NewDevices)),
+            [
+                "sysctl error",
+                "IPv6 is off on new devices",
+                "sysctl -w net.ipv6.conf.default.disable_ipv6=0",
+            ],
+        ),
+        (
             only(|f| f.rules.insert(0, rule(Family::V6, 9, RuleAction::Discard("prohibit")))),
             [
                 "ip-rule error",
@@ -445,6 +479,8 @@ fn irrelevant_settings_cause_no_finding() {
     facts.addresses.push((device("eth1"), "10.1.3.1".parse().unwrap()));
     facts.pod_networks.v6 = None;
     facts.forwarding.v6 = Some(false);
+    facts.expiring = Some(Expiring::DefaultRoute);
+    facts.ipv6_off = Some(Off::NewDevices);
     assert_eq!(check(&facts), []);
     facts.attached.insert(device("flannel.1"), queue("noop"));
     facts.mtu = None;
