@@ -17,4 +17,4 @@ mod transport {
     pub(crate) mod wire;
 }
 
-pub use kernel::{NetlinkKernel, STALE, Session, Shadow, Taken, Tunnel};
+pub use kernel::{NetlinkKernel, PortHolder, STALE, Session, Shadow, Taken, Tunnel};

@@ -2,7 +2,8 @@
 
 use flannel_core::Remedy;
 use flannel_core::address::Family;
-use flannel_core::object::Link;
+use flannel_core::object::{Link, LinkKind};
+use flannel_netlink::PortHolder;
 
 use crate::diagnosis::mtu::{Fault, Narrow};
 use crate::finding::{Check, Finding};
@@ -62,12 +63,8 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
     let name = link.name;
     let mut found: Vec<Fault> = Vec::new();
     if !link.up {
-        let text = format!("{name} is down: no {family} packet of a pod reaches another host");
-        found.push(
-            Finding::error(Check::Device, text)
-                .with_command(format!("ip link set {name} up"))
-                .into(),
-        );
+        let holder = devices.port_holders.iter().find(|(ours, _)| *ours == name);
+        found.push(down(family, link, holder.map(|(_, holder)| holder)).into());
     }
     if let Some(mac) = link.kind.attributes().mac()
         && let Some(published) = devices.published[family].filter(|published| *published != mac)
@@ -99,6 +96,23 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
         ));
     }
     found
+}
+
+/// The finding about a tunnel device that is down, because of the device that has its port if there
+/// is one.
+fn down(family: Family, link: &Link, holder: Option<&PortHolder>) -> Finding {
+    let name = link.name;
+    let lost = format!("no {family} packet of a pod reaches another host");
+    let Some(holder) = holder else {
+        let text = format!("{name} is down: {lost}");
+        return Finding::error(Check::Device, text).with_command(format!("ip link set {name} up"));
+    };
+    let text =
+        format!("{name} is down, because {holder} has UDP port {} already: {lost}", holder.port);
+    let option = if matches!(link.kind, LinkKind::Wireguard(_)) { "ListenPort" } else { "Port" };
+    let rest = format!(", with another \"{option}\" in its Backend");
+    let remedy = Remedy::run(format!("ip link delete {}", holder.link));
+    Finding::error(Check::Port, text).with_remedy(remedy.mention("or ", Remedy::SetConfig, rest))
 }
 
 #[cfg(test)]
@@ -146,6 +160,17 @@ mod tests {
                 (|d| d.links[0].up = false) as Change,
                 "flannel.1 is down",
                 "ip link set flannel.1 up",
+            ),
+            (
+                |d| {
+                    d.links[0].up = false;
+                    let link = "cilium_vxlan".parse().unwrap();
+                    let holder = PortHolder { link, kind: "vxlan".into(), port: 8472 };
+                    d.port_holders.push((d.links[0].name, holder));
+                },
+                "flannel.1 is down, because cilium_vxlan (vxlan) has UDP port 8472 already",
+                "ip link delete cilium_vxlan # or flannelctl config set FILE, with another \
+                 \"Port\" in its Backend",
             ),
             (
                 |d| d.links[0].mtu = 1400,

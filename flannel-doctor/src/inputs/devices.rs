@@ -8,8 +8,8 @@ use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Datapath, Transport};
 use flannel_core::kernel::Footprint;
 use flannel_core::object::{Link, LinkKind, LinkName, MacAddr, Object};
-use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
+use flannel_netlink::{NetlinkKernel, PortHolder};
 
 use super::network::Network;
 
@@ -39,6 +39,8 @@ pub struct Devices {
     pub mtu: Option<u32>,
     /// Programs with a socket on a UDP port of a tunnel: port, name, process id.
     pub port_users: Vec<(u16, String, u32)>,
+    /// Devices of other programs on the UDP port of a tunnel device that is down.
+    pub port_holders: Vec<(LinkName, PortHolder)>,
     /// The kernel's release.
     pub kernel: Option<[u32; 2]>,
     /// Tunnels with checksum offload. Read only on kernels where [`Devices::checksums_matter`].
@@ -97,6 +99,8 @@ pub fn read(network: &Network) -> Devices {
             |object| if let Object::Link(link) = object { Some(link.clone()) } else { None },
         )
         .collect();
+    let port_holders =
+        kernel.as_ref().map(|kernel| port_holders(kernel, &links)).unwrap_or_default();
     let facts = kernel.and_then(|kernel| kernel.facts(&Selectors::default())).unwrap_or_default();
     let mut devices = Devices {
         datapath: datapath.clone(),
@@ -108,6 +112,7 @@ pub fn read(network: &Network) -> Devices {
         uplink_down: facts.interfaces.iter().any(|found| Some(found.name) == uplink && !found.up),
         mtu,
         port_users: Vec::new(),
+        port_holders,
         kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
             .ok()
             .and_then(|text| release(&text)),
@@ -150,6 +155,23 @@ fn offload(link: LinkName) -> Option<bool> {
         .lines()
         .find_map(|line| line.trim().strip_prefix("tx-checksum-ip-generic:").map(str::trim))?;
     Some(line.starts_with("on"))
+}
+
+/// Devices of other programs on the ports of those of `links` that are down. A device that is up has
+/// its port. A device that cannot be read is left out.
+fn port_holders(kernel: &NetlinkKernel, links: &[Link]) -> Vec<(LinkName, PortHolder)> {
+    let mut found = Vec::new();
+    for link in links.iter().filter(|link| !link.up) {
+        let port = match &link.kind {
+            LinkKind::Fou(device) => device.port,
+            LinkKind::Vxlan(device) => device.port,
+            LinkKind::Wireguard(device) => device.port,
+            _ => continue,
+        };
+        let holders = kernel.port_holders(port, links).unwrap_or_default();
+        found.extend(holders.into_iter().map(|holder| (link.name, holder)));
+    }
+    found
 }
 
 /// Programs with a socket on a UDP port. The kernel's own sockets belong to no process.

@@ -22,6 +22,7 @@ const PROTO_DOWN_REASON_MASK: u16 = 1;
 const PROTO_DOWN_REASON_VALUE: u16 = 2;
 /// Since Linux 3.15.
 const IFLA_CARRIER_CHANGES: u16 = 35;
+const IFLA_GENEVE_PORT: u16 = 5;
 
 /// Encodes and compares the attributes of a desired device of one link kind. `data` is the content
 /// of `IFLA_INFO_DATA`. `lower` is the index of the lower device, which sends the outer packets, or
@@ -87,7 +88,9 @@ enum KindMessage {
     Tun(tun::TunMessage),
     Vxlan(vxlan::VxlanMessage),
     Wireguard(wireguard::WireguardMessage),
-    /// A kind that flannel does not use.
+    /// A kind that flannel does not use, which receives packets on this UDP port.
+    Udp(u16),
+    /// Another kind that flannel does not use.
     #[default]
     Other,
 }
@@ -200,10 +203,17 @@ impl LinkInfo {
             "tun" => KindMessage::Tun(tun::read(data)),
             "vxlan" => KindMessage::Vxlan(vxlan::read(data)),
             "wireguard" => KindMessage::Wireguard(wireguard::WireguardMessage::default()),
+            "geneve" => geneve_port(data).map_or(KindMessage::Other, KindMessage::Udp),
             _ => KindMessage::Other,
         };
         Self { kind_name, kind }
     }
+}
+
+/// The UDP port of a geneve device.
+fn geneve_port(data: &[u8]) -> Option<u16> {
+    let (_, value) = Attributes(data).find(|(id, _)| *id == IFLA_GENEVE_PORT)?;
+    value.try_into().ok().map(u16::from_be_bytes)
 }
 
 pub(super) fn is_set(value: &[u8]) -> bool {
@@ -213,7 +223,33 @@ pub(super) fn is_set(value: &[u8]) -> bool {
 impl LinkMessage {
     /// Whether the device is of a kind that flannel uses.
     pub(crate) fn is_known(&self) -> bool {
-        self.kind != KindMessage::Other
+        !matches!(self.kind, KindMessage::Udp(_) | KindMessage::Other)
+    }
+
+    /// The UDP port on which its driver receives packets, or `None` if there is none or the device
+    /// is down. The attributes of a WireGuard device must have been
+    /// [added](Self::add_wireguard).
+    pub(crate) fn udp_port(&self) -> Option<u16> {
+        let port = match &self.kind {
+            KindMessage::Vxlan(vxlan) => vxlan.port,
+            KindMessage::Wireguard(wireguard) => wireguard.port()?,
+            KindMessage::Udp(port) => *port,
+            KindMessage::Fou(_)
+            | KindMessage::Ipip(_)
+            | KindMessage::Tun(_)
+            | KindMessage::Other => {
+                return None;
+            }
+        };
+        Some(port).filter(|_| self.up)
+    }
+
+    /// Whether the kernel lets both devices receive on one UDP port.
+    pub(crate) fn shares_port(&self, wanted: &Link) -> bool {
+        match (&self.kind, &wanted.kind) {
+            (KindMessage::Vxlan(is), LinkKind::Vxlan(wanted)) => is.shares_port(wanted),
+            _ => false,
+        }
     }
 
     /// The index of the device that sends the outer packets, or 0 if it is not set.
@@ -222,7 +258,10 @@ impl LinkMessage {
             KindMessage::Fou(fou) => fou.lower,
             KindMessage::Ipip(ipip) => ipip.lower,
             KindMessage::Vxlan(vxlan) => vxlan.lower,
-            KindMessage::Tun(_) | KindMessage::Wireguard(_) | KindMessage::Other => 0,
+            KindMessage::Tun(_)
+            | KindMessage::Wireguard(_)
+            | KindMessage::Udp(_)
+            | KindMessage::Other => 0,
         }
     }
 
@@ -233,7 +272,7 @@ impl LinkMessage {
             KindMessage::Ipip(ipip) => ipip.is_exact(),
             KindMessage::Vxlan(vxlan) => vxlan.is_exact(),
             KindMessage::Wireguard(wireguard) => wireguard.is_exact(),
-            KindMessage::Tun(_) | KindMessage::Other => true,
+            KindMessage::Tun(_) | KindMessage::Udp(_) | KindMessage::Other => true,
         };
         self.arp && !self.enslaved && !self.proto_down && !self.queues && is_exact
     }
@@ -247,7 +286,7 @@ impl LinkMessage {
             KindMessage::Tun(tun) => tun.is_ours().then_some(LinkKind::Tun(Tun))?,
             KindMessage::Vxlan(vxlan) => vxlan.object(self.mac?, lower)?,
             KindMessage::Wireguard(wireguard) => wireguard.object(),
-            KindMessage::Other => return None,
+            KindMessage::Udp(_) | KindMessage::Other => return None,
         };
         Some(Link { name: self.name, mtu: self.mtu, up: self.up, kind })
     }

@@ -4,7 +4,7 @@
 use std::net::Ipv4Addr;
 
 use flannel_core::kernel::KernelError;
-use libc::{EADDRINUSE, EALREADY, EINVAL, ENOENT, EPERM};
+use libc::{EINVAL, ENOENT, EPERM};
 
 use crate::codec::fou::{self, FAMILY, OpenPort, Port};
 use crate::transport::generic;
@@ -51,17 +51,7 @@ pub(super) fn add(namespace: &Namespace, port: Port) -> Result<(), KernelError> 
     if there.iter().any(|there| there.receives_for(port)) {
         return Ok(());
     }
-    socket.send_one(fou::add(family, port)).map_err(|error| match error.errno() {
-        Some(errno @ (EADDRINUSE | EALREADY)) => {
-            let at = port.port;
-            let detail = format!(
-                "UDP port {at} is in use: stop its program (ss -ulpn), close the port of another \
-                 tunnel (ip fou show), or set another Port"
-            );
-            KernelError::explained(errno, detail)
-        }
-        _ => error,
-    })
+    socket.send_one(fou::add(family, port))
 }
 
 /// Closes a port, if it is open.

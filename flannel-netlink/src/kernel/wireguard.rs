@@ -20,10 +20,11 @@ use flannel_core::address::Dual;
 use flannel_core::kernel::{Invalidation, KernelError, KernelEvent};
 use flannel_core::object::{Change, Key, LinkName, Object, Peer, PublicKey, Secret, Wireguard};
 use flannel_core::runtime::lock;
-use libc::{EADDRINUSE, ENOENT, EPERM};
+use libc::{ENOENT, EPERM};
 
 use super::NetlinkKernel;
 use super::query::{ENODEV, get_link};
+use crate::codec::link::LinkMessage;
 use crate::codec::wireguard::{DeviceMessage, FAMILY, PeerChange, PeerMessage};
 use crate::codec::wireguard::{get, read, set, set_peers};
 use crate::transport::generic;
@@ -233,6 +234,17 @@ impl WireguardDevices {
         found
     }
 
+    /// Adds the attributes of a WireGuard device to a message about it.
+    pub(crate) fn add_to(
+        &self,
+        namespace: &Namespace,
+        message: &mut LinkMessage,
+    ) -> Result<(), KernelError> {
+        let device = self.lock().read(namespace, message.index)?;
+        message.add_wireguard(&device);
+        Ok(())
+    }
+
     /// Sets the attributes of a device.
     pub(crate) fn configure(
         &self,
@@ -242,8 +254,7 @@ impl WireguardDevices {
     ) -> Result<(), KernelError> {
         let mut inner = self.lock();
         let (socket, family) = inner.socket(namespace)?;
-        let sent = socket.send_one(set(*family, index, wanted));
-        sent.map_err(|error| in_use(error, wanted.port))?;
+        socket.send_one(set(*family, index, wanted))?;
         let digest = inner.hasher.hash_one((&wanted.key, wanted.port, 0_u32));
         inner.device(link, index).digest = digest;
         Ok(())
@@ -433,13 +444,4 @@ fn with_endpoint(peer: &Peer, endpoint: SocketAddr) -> Peer {
 
 fn digest_of(device: &DeviceMessage, hasher: &RandomState) -> u64 {
     hasher.hash_one((&device.key, device.port, device.fwmark))
-}
-
-/// The error if another program uses the port. The kernel binds it when the device is set up.
-pub(super) fn in_use(error: KernelError, port: u16) -> KernelError {
-    if !error.is(EADDRINUSE) {
-        return error;
-    }
-    let detail = format!("UDP port {port} is in use: stop its program, or set another ListenPort");
-    KernelError::explained(EADDRINUSE, detail)
 }

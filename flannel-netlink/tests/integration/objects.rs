@@ -36,7 +36,7 @@ fn json_of(text: &str) -> Value {
 }
 
 /// Two uplinks with addresses.
-fn uplinks() -> NetlinkKernel {
+pub(crate) fn uplinks() -> NetlinkKernel {
     for n in 0..2 {
         ip(&format!("link add up{n} type veth peer name far{n}"));
         ip(&format!("link set far{n} up"));
@@ -57,7 +57,7 @@ fn footprint() -> Footprint {
     }
 }
 
-fn device(family: Family) -> (Link, Vxlan) {
+pub(crate) fn device(family: Family) -> (Link, Vxlan) {
     let local = if family == Family::V4 { address("192.0.2.1") } else { address("2001:db8::1") };
     let vxlan = Vxlan {
         vni: 1,
@@ -80,7 +80,7 @@ fn link(mtu: u32, up: bool, vxlan: Vxlan) -> Link {
     Link { name: name("flannel.1"), mtu, up, kind: vxlan.into() }
 }
 
-fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
+pub(crate) fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
     kernel.apply(&footprint(), &[change]).remove(0).into_result()
 }
 

@@ -757,13 +757,14 @@ fn faults_of_ipv6() {
     three_of_a_host(&lab, Family::V6);
     of_rules(&lab, Family::V6);
     an_advertised_route_expires(&lab);
+    a_device_has_the_port(&lab);
     too_narrow_for_ipv6(&lab);
 }
 
 /// A host that forwards packets ignores router advertisements.
 fn an_advertised_route_expires(lab: &Lab) {
     let host = &lab.hosts()[0];
-    let route = "default via fe80::1 dev eth0 proto ra metric 9000";
+    let route = "default via fe80::99 dev eth0 proto ra metric 9000";
     let change = |verb: &str, rest: &str| {
         let command = format!("-6 route {verb} {route}{rest}");
         host.run("ip", &command.split(' ').collect::<Vec<_>>()).unwrap();
@@ -774,6 +775,23 @@ fn an_advertised_route_expires(lab: &Lab) {
     repair(lab, &[host], &found);
     cured(lab, host);
     change("del", "");
+}
+
+/// Another program made a vxlan device first, whose flags exclude flannel's. The daemon notices its
+/// end.
+fn a_device_has_the_port(lab: &Lab) {
+    let host = &lab.hosts()[0];
+    let ip = |args: &str| host.run("ip", &args.split(' ').collect::<Vec<_>>()).unwrap();
+    host.stop_daemon(Signal::SIGTERM).unwrap();
+    ip("link del flannel.1");
+    ip("link del flannel-v6.1");
+    ip("link add cilium_vxlan type vxlan external dstport 8472");
+    ip("link set cilium_vxlan up");
+    host.start_daemon().unwrap();
+    let because = "is down, because cilium_vxlan (vxlan) has UDP port 8472 already";
+    finds(lab, host, &["port error", "flannel-v6.1", because]);
+    repair(lab, &[host], &finds(lab, host, &["port error", "flannel.1", because]));
+    cured(lab, host);
 }
 
 /// A path that no network config repairs gets no config command.

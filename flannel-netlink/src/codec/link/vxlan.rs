@@ -61,13 +61,19 @@ const RESET: [(u16, &[u8]); 7] = [
 pub(crate) struct VxlanMessage {
     vni: u32,
     /// The UDP destination port.
-    port: u16,
+    pub(super) port: u16,
     /// The source address of outer packets, or `None` if the kernel chooses it.
     local: Option<IpAddr>,
     /// The index of the lower device, or 0 without a lower device.
     pub(super) lower: u32,
     learning: bool,
     gbp: bool,
+    /// Its outer packets are IPv6.
+    over_ipv6: bool,
+    /// It takes packets of all networks and of both families (`external`).
+    external: bool,
+    /// It has another receive flag than GBP, or is external. See [`VxlanMessage::shares_port`].
+    receives_otherwise: bool,
     /// For each attribute of [`RESET`], whether it has another value.
     reset: [bool; RESET.len()],
     /// It has attributes that flannel's devices lack: a multicast group, external tunnel metadata,
@@ -92,29 +98,37 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
             attr::ID => read.vni = u32_of(value).unwrap_or_default(),
             attr::PORT => read.port = value.try_into().map_or(0, u16::from_be_bytes),
             attr::LOCAL | attr::LOCAL6 => {
+                read.over_ipv6 |= id == attr::LOCAL6;
                 read.local = ip_of(value).filter(|address| !address.is_unspecified());
             }
             attr::LINK => read.lower = u32_of(value).unwrap_or_default(),
             attr::LEARNING => read.learning = flag(value),
             attr::GBP => read.gbp = true,
-            attr::GROUP | attr::GROUP6 => read.unrepresentable = true,
+            attr::GROUP | attr::GROUP6 => {
+                read.over_ipv6 |= id == attr::GROUP6;
+                read.unrepresentable = true;
+            }
             // Without the attribute the kernel computes checksums (since Linux 4.6).
             attr::UDP_CSUM => read.unrepresentable |= !flag(value),
+            attr::GPE
+            | attr::UDP_ZERO_CSUM6_RX
+            | attr::REMCSUM_RX
+            | attr::REMCSUM_NOPARTIAL
+            | attr::COLLECT_METADATA
+            | attr::VNIFILTER => {
+                read.unrepresentable |= flag(value);
+                read.receives_otherwise |= flag(value);
+                read.external |= id == attr::COLLECT_METADATA && flag(value);
+            }
             attr::LIMIT
             | attr::PORT_RANGE
-            | attr::GPE
             | attr::TTL_INHERIT
             | attr::PROXY
             | attr::RSC
             | attr::L2MISS
             | attr::L3MISS
             | attr::UDP_ZERO_CSUM6_TX
-            | attr::UDP_ZERO_CSUM6_RX
-            | attr::REMCSUM_TX
-            | attr::REMCSUM_RX
-            | attr::REMCSUM_NOPARTIAL
-            | attr::COLLECT_METADATA
-            | attr::VNIFILTER => read.unrepresentable |= flag(value),
+            | attr::REMCSUM_TX => read.unrepresentable |= flag(value),
             _ => {}
         }
     }
@@ -122,6 +136,17 @@ pub(super) fn read(data: &[u8]) -> VxlanMessage {
 }
 
 impl VxlanMessage {
+    /// Whether both devices can have one UDP port: their sockets are of different families, or are
+    /// the same socket, which needs the same receive flags.
+    ///
+    /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: __vxlan_sock_add, vxlan_find_sock`,
+    /// `include/net/vxlan.h: VXLAN_F_RCV_FLAGS`.
+    pub(super) fn shares_port(&self, wanted: &Vxlan) -> bool {
+        let is_ipv6 = wanted.local.is_some_and(|local| local.is_ipv6());
+        let has_same_flags = self.gbp == wanted.gbp && !self.receives_otherwise;
+        has_same_flags || (!self.external && self.over_ipv6 != is_ipv6)
+    }
+
     /// Whether [`VxlanMessage::object`] represents all attributes that this type reads.
     pub(super) fn is_exact(&self) -> bool {
         !self.reset.contains(&true)

@@ -22,6 +22,11 @@ impl WireguardMessage {
         !self.has_fwmark
     }
 
+    /// The UDP port, or `None` if it was not read.
+    pub(super) fn port(&self) -> Option<u16> {
+        self.device.as_ref().map(|device| device.port)
+    }
+
     /// The attributes, or the attributes of a new device if they were not read.
     pub(super) fn object(&self) -> LinkKind {
         match &self.device {

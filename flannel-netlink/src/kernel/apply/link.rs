@@ -5,13 +5,13 @@ use std::{fs, io};
 
 use flannel_core::kernel::{KernelError, Outcome};
 use flannel_core::object::{Link, LinkKind, LinkName};
-use libc::{EBUSY, EPERM};
+use libc::{EADDRINUSE, EALREADY, EBUSY, EPERM};
 
 use super::{EEXIST, EINVAL, EOPNOTSUPP, Steps, Writer, unsupported};
 use crate::codec::fou::Port;
 use crate::codec::link::{self, LinkCodec, LinkMessage};
 use crate::kernel::query::{find_link, get_link};
-use crate::kernel::{fou, wireguard};
+use crate::kernel::{fou, ports, wireguard};
 use crate::transport::socket::Socket;
 
 /// See [`Kernel::may_change`](flannel_core::Kernel::may_change). The kernel checks the privilege
@@ -154,7 +154,7 @@ impl Writer<'_> {
                     let released =
                         send(link::release(&is)).map_err(|error| unreleased(want.name, error));
                     let common = send(link::change(&is, want));
-                    let common = common.map_err(|error| explained(error, want));
+                    let common = common.map_err(|error| self.explained(error, want));
                     return changed.and(released).and(own).and(common);
                 }
             }
@@ -194,12 +194,12 @@ impl Writer<'_> {
         self.configure(want, &made)?;
         let up =
             if want.up { self.socket.send_one(link::set_up(made.index, true)) } else { Ok(()) };
-        up.map_err(|error| explained(error, want))
+        up.map_err(|error| self.explained(error, want))
     }
 
     /// Sets the attributes that are not in messages about links.
-    fn configure(&self, want: &Link, is: &LinkMessage) -> Result<(), KernelError> {
-        match &want.kind {
+    fn configure(&mut self, want: &Link, is: &LinkMessage) -> Result<(), KernelError> {
+        let configured = match &want.kind {
             LinkKind::Fou(device) => {
                 fou::add(self.namespace, Port { local: device.local, port: device.port })
             }
@@ -207,7 +207,35 @@ impl Writer<'_> {
                 self.wireguard.configure(self.namespace, (want.name, is.index), device)
             }
             _ => Ok(()),
+        };
+        configured.map_err(|error| self.explained(error, want))
+    }
+
+    /// The error of setting a device up, or its port. If the port is in use, it names the device or
+    /// the option.
+    fn explained(&mut self, error: KernelError, want: &Link) -> KernelError {
+        let (port, option) = match &want.kind {
+            LinkKind::Fou(device) => (device.port, "Port"),
+            LinkKind::Vxlan(device) => (device.port, "Port"),
+            LinkKind::Wireguard(device) => (device.port, "ListenPort"),
+            _ => return error,
+        };
+        if !error.is(EADDRINUSE) && !error.is(EALREADY) {
+            return error;
         }
+        let own = std::slice::from_ref(want);
+        let holders = ports::holders(self.socket, self.namespace, self.wireguard, port, own);
+        let detail = match holders.unwrap_or_default().first() {
+            Some(holder) => format!(
+                "{holder} has UDP port {port} already: remove that device, or set another {option}"
+            ),
+            None if matches!(want.kind, LinkKind::Fou(_)) => format!(
+                "UDP port {port} is in use: stop its program (ss -ulpn), close the port of \
+                 another tunnel (ip fou show), or set another {option}"
+            ),
+            None => format!("UDP port {port} is in use: stop its program, or set another {option}"),
+        };
+        KernelError::explained(EADDRINUSE, detail)
     }
 
     /// Called when the kernel refuses to create `want` with `error`, because a device excludes it.
@@ -276,14 +304,6 @@ impl Writer<'_> {
         if let Some(Ok(index)) = self.known.indexes.remove(&name) {
             self.known.addrs.remove(&index);
         }
-    }
-}
-
-/// The error of setting a device up.
-fn explained(error: KernelError, want: &Link) -> KernelError {
-    match &want.kind {
-        LinkKind::Wireguard(device) => wireguard::in_use(error, device.port),
-        _ => error,
     }
 }
 

@@ -227,3 +227,55 @@ fn a_foreign_device_with_the_name_of_ours_stays() {
         );
     });
 }
+
+/// A vxlan device shares its port only with devices of the same receive flags, or of the other
+/// family. The kernel says no more than that the address is in use.
+#[test]
+fn the_device_that_has_the_port_of_another_is_named() {
+    in_netns(|| {
+        let kernel = uplinks();
+        let own = |family| device(family).0;
+        for (foreign, families) in [
+            ("vxlan external dstport 8472", vec![Family::V4, Family::V6]),
+            ("vxlan id 9 gbp dstport 8472 dev up0", vec![Family::V4]),
+            ("vxlan id 9 gbp dstport 8472 dev up0 local 2001:db8::1", vec![Family::V6]),
+            ("vxlan id 9 udp6zerocsumrx dstport 8472 local 2001:db8::1", vec![Family::V6]),
+            ("vxlan id 9 dstport 8472 dev up0", vec![]),
+            ("vxlan id 9 gbp dstport 8473 dev up0", vec![]),
+        ] {
+            ip(&format!("link add other type {foreign}"));
+            ip("link set other up");
+            for family in Family::BOTH {
+                let wanted = own(family);
+                let outcome = apply(&kernel, Change::Put(wanted.clone().into()));
+                let holders = kernel.port_holders(8472, &[wanted.clone()]).unwrap();
+                let named = "other (vxlan)";
+                if families.contains(&family) {
+                    let error = outcome.unwrap_err().to_string();
+                    let says = format!("{named} has UDP port 8472 already: remove that device");
+                    assert!(error.starts_with(&says), "{foreign} {family}: {error}");
+                    let names: Vec<String> = holders.iter().map(ToString::to_string).collect();
+                    assert_eq!(names, [named], "{foreign} {family}");
+                } else {
+                    assert_eq!(outcome, Ok(()), "{foreign} {family}");
+                    assert_eq!(holders, [], "{foreign} {family}");
+                }
+                delete(&kernel, wanted);
+            }
+            ip("link delete other");
+        }
+    });
+}
+
+#[test]
+fn a_port_that_a_program_has_is_named() {
+    in_netns(|| {
+        let kernel = uplinks();
+        let program = std::net::UdpSocket::bind("0.0.0.0:8472").unwrap();
+        let (wanted, _) = device(Family::V4);
+        let error = apply(&kernel, Change::Put(wanted.clone().into())).unwrap_err().to_string();
+        assert!(error.starts_with("UDP port 8472 is in use: stop its program"), "{error}");
+        drop(program);
+        put(&kernel, wanted);
+    });
+}
