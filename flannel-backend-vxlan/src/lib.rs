@@ -110,7 +110,7 @@ impl Backend for VxlanBackend {
         let addresses = uplink.address;
         Ok(Prepared::new(offer, move |lease| {
             let local = LocalEnd { addresses, subnets: lease.lease().subnets };
-            let plan = VxlanPlan { devices: names, direct, local };
+            let plan = VxlanPlan { devices: names, direct, local, vni: options.vni };
             let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
                 plan.objects(subnets, offer, env, objects)
             });

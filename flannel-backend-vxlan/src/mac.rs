@@ -21,7 +21,7 @@ fn vxlan(attrs: &LeaseAttrs) -> Option<&Offer> {
 }
 
 fn mac_of(offer: &Offer, family: Family) -> Option<MacAddr> {
-    crate::plan::vtep_mac(offer.data[family].as_deref()?).ok()
+    crate::plan::Vtep::parse(offer.data[family].as_deref()?).ok().map(|vtep| vtep.mac)
 }
 
 /// The VTEP's MAC address in the backend data of one family, or `None` if it is absent or

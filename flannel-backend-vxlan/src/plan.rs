@@ -9,7 +9,7 @@
 
 use flannel_core::Subnets;
 use flannel_core::address::Dual;
-use flannel_core::backend::{Env, LocalEnd};
+use flannel_core::backend::{Advice, Env, LocalEnd};
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::lease::{Endpoint, Offer};
 use flannel_core::object::{Fdb, LinkName, MacAddr, Neigh, Object, Route, Via};
@@ -26,6 +26,8 @@ pub(crate) struct VxlanPlan {
     /// Peers on this link are reached without a tunnel.
     pub(crate) direct: Option<LinkName>,
     pub(crate) local: LocalEnd,
+    /// The VNI of this node's tunnels.
+    pub(crate) vni: u32,
 }
 
 impl VxlanPlan {
@@ -46,10 +48,13 @@ impl VxlanPlan {
             };
             let direct = self.direct.filter(|uplink| env.on_link(public) == Some(*uplink));
             self.local.check(public, subnets, direct.is_some())?;
-            let mac = vtep_mac(data)?;
+            let Vtep { mac, vni } = Vtep::parse(data)?;
             let via = match direct {
                 Some(link) => Via::Gateway { gateway: public, link, onlink: false },
                 None => {
+                    if let Some(theirs) = vni.filter(|theirs| *theirs != self.vni) {
+                        env.advise(Advice::OtherVni { theirs, ours: self.vni });
+                    }
                     let gateway = dst.base();
                     out.push(Neigh { link, address: gateway, mac }.into());
                     out.push(Fdb { link, mac, dst: public }.into());
@@ -62,14 +67,28 @@ impl VxlanPlan {
     }
 }
 
-/// The VTEP's MAC address in backend data. The VNI is ignored, as in Go flannel.
-pub(crate) fn vtep_mac(data: &str) -> Result<MacAddr, FieldError> {
-    let expected = "the MAC address of the node's tunnel device, such as \"0a:1b:2c:3d:4e:5f\"";
-    let fields = Fields::parse(data, "BackendData")?;
-    match fields.parsed::<MacAddr>("VtepMAC", expected)? {
-        None => Err(fields.error("VtepMAC", &"nothing", expected)),
-        Some(mac) if !mac.is_unicast() => Err(fields.error("VtepMAC", &mac, expected)),
-        Some(mac) => Ok(mac),
+/// The tunnel device of a node, as of its backend data.
+pub(crate) struct Vtep {
+    pub(crate) mac: MacAddr,
+    /// `None` if it is missing, as in leases of old versions of flannel, or is no number. Such a
+    /// lease is accepted, as is one with another VNI.
+    vni: Option<u32>,
+}
+
+impl Vtep {
+    /// Reads backend data.
+    ///
+    /// # Errors
+    /// It has no unicast MAC address.
+    pub(crate) fn parse(data: &str) -> Result<Self, FieldError> {
+        let expected = "the MAC address of the node's tunnel device, such as \"0a:1b:2c:3d:4e:5f\"";
+        let fields = Fields::parse(data, "BackendData")?;
+        let vni = fields.take::<u32>("VNI", "a number").ok().flatten();
+        match fields.parsed::<MacAddr>("VtepMAC", expected)? {
+            None => Err(fields.error("VtepMAC", &"nothing", expected)),
+            Some(mac) if !mac.is_unicast() => Err(fields.error("VtepMAC", &mac, expected)),
+            Some(mac) => Ok(Self { mac, vni }),
+        }
     }
 }
 
@@ -82,7 +101,7 @@ pub(crate) fn backend_data(vni: u32, mac: MacAddr) -> String {
 mod tests {
     use std::net::IpAddr;
 
-    use flannel_core::backend::{Advice, Reach};
+    use flannel_core::backend::Reach;
 
     use super::*;
 
@@ -101,7 +120,7 @@ mod tests {
         let addresses = ["192.0.2.9", "2001:db8::9"].map(address).into_iter().collect();
         let devices = Dual { v4: Some(v4), v6: Some(v6) };
         let local = LocalEnd { addresses, subnets: own() };
-        let plan = VxlanPlan { devices, direct: None, local };
+        let plan = VxlanPlan { devices, direct: None, local, vni: 1 };
         let data: Box<str> = r#"{"VtepMAC":"0a:00:00:00:00:07"}"#.into();
         let plan_of = |subnets: Subnets, public: [&str; 2]| {
             let public = public.map(address).into_iter().collect();
@@ -126,6 +145,37 @@ mod tests {
         assert_eq!(planned.result, Ok(()));
     }
 
+    #[test]
+    fn another_vni_is_advice_unless_packets_need_no_tunnel() {
+        let [v4, v6, eth0] =
+            ["flannel.1", "flannel-v6.1", "eth0"].map(|name| name.parse::<LinkName>().unwrap());
+        let devices = Dual { v4: Some(v4), v6: Some(v6) };
+        let subnets = "10.1.7.0-24&fd00:1:0:7::-64".parse().unwrap();
+        let advice = |vni: [&str; 2], direct: Option<LinkName>| {
+            let public = ["192.0.2.7", "2001:db8::7"].map(|text| text.parse::<IpAddr>().unwrap());
+            let [of_v4, of_v6] = vni.map(|vni| {
+                Some(format!(r#"{{{vni}"VtepMAC":"0a:00:00:00:00:07"}}"#).into_boxed_str())
+            });
+            let offer = Offer::new(public.into_iter().collect())
+                .with_kind(TYPE)
+                .with_data(Dual { v4: of_v4, v6: of_v6 });
+            let plan = VxlanPlan { devices, direct, local: nowhere(), vni: 1 };
+            let answer = |_: IpAddr| direct.map(Reach::Direct);
+            let env = Env::new(&answer);
+            let mut objects = Vec::new();
+            plan.objects(&subnets, &offer, &env, &mut objects).unwrap();
+            env.into_parts().1
+        };
+        let other = r#""VNI":4096,"#;
+        let advised = Advice::OtherVni { theirs: 4096, ours: 1 };
+        assert_eq!(advice([other, ""], None), [advised.clone()]);
+        assert_eq!(advice(["", other], None), [advised]);
+        for same in [r#""VNI":1,"#, r#""VNI":null,"#, r#""VNI":"x","#, ""] {
+            assert_eq!(advice([same, same], None), [], "{same}");
+        }
+        assert_eq!(advice([other, other], Some(eth0)), []);
+    }
+
     #[derive(Debug, PartialEq)]
     struct Planned {
         /// The number of objects.
@@ -138,7 +188,7 @@ mod tests {
     fn an_offer_without_data_is_rejected_whatever_other_plans_added() {
         let link: LinkName = "flannel.1".parse().unwrap();
         let devices = Dual { v4: Some(link), v6: None };
-        let plan = VxlanPlan { devices, direct: None, local: nowhere() };
+        let plan = VxlanPlan { devices, direct: None, local: nowhere(), vni: 1 };
         let other = Neigh { link, address: [10, 1, 8, 0].into(), mac: MacAddr::local([1; 6]) };
         let mut objects = vec![other.into()];
         let subnets = "10.1.7.0-24".parse().unwrap();
@@ -153,7 +203,7 @@ mod tests {
             ["flannel-v6.1", "eth0"].map(|name| name.parse().unwrap());
         let verdict_of = |public: &str, mac: &str, direct: Option<LinkName>, is_on_link: bool| {
             let devices = Dual { v4: None, v6: Some(device) };
-            let plan = VxlanPlan { devices, direct, local: nowhere() };
+            let plan = VxlanPlan { devices, direct, local: nowhere(), vni: 1 };
             let offer = Offer::new([public.parse::<IpAddr>().unwrap()].into_iter().collect())
                 .with_kind(TYPE)
                 .with_data(Dual { v4: None, v6: Some(format!(r#"{{"VtepMAC":"{mac}"}}"#).into()) });

@@ -219,7 +219,7 @@ mod tests {
         let (planned, advisories) = advised(&plan, PEER, &bad);
         assert_eq!(planned, Ok(vec![v4]), "the other family is still used");
         assert!(
-            matches!(&advisories[..], [one] if one.text.contains("PublicKey")),
+            matches!(&advisories[..], [one] if one.to_string().contains("PublicKey")),
             "{advisories:?}"
         );
         bad.data.v4 = bad.data.v6.clone();

@@ -354,6 +354,14 @@ pub fn of_shared_address<'a>(address: IpAddr, peers: impl Iterator<Item = &'a Le
     }
 }
 
+/// The remedy for nodes with different VNIs.
+pub fn one_vni() -> Remedy {
+    Remedy::SetConfig.remark(
+        "with one VNI in the Backend for all nodes; restart Go flannel on its nodes, which does \
+         not follow the config",
+    )
+}
+
 /// The remedy for a lease with a public address that another node has too.
 pub fn readdress(subnets: &Subnets) -> Remedy {
     Remedy::ReleaseOrReaddress(subnets.to_string())

@@ -35,33 +35,52 @@ pub struct Env<'a> {
     advice: RefCell<Vec<Advice>>,
 }
 
-/// A remark of a plan about a lease that it accepts, for example that it cannot use one family.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Advice {
-    /// What is wrong, as a sentence without a full stop.
-    pub text: String,
-    /// The public address of the lease that is wrong, or `None` if something else is wrong.
-    pub address: Option<IpAddr>,
+/// A remark of a plan about a lease that it accepts. `Display` is a sentence without a full stop.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+#[non_exhaustive]
+pub enum Advice {
+    /// Its tunnel has another network identifier (VNI of vxlan) than this node's. Each of the nodes
+    /// drops the packets of the other.
+    #[error("it has the VNI {theirs}, and this node has {ours}: each drops the other's packets")]
+    OtherVni {
+        /// The identifier in the lease.
+        theirs: u32,
+        /// The identifier of this node.
+        ours: u32,
+    },
+    /// A public address of the lease is wrong.
+    #[error("{text}")]
+    OfAddress {
+        /// The address.
+        address: IpAddr,
+        /// What is wrong, as a sentence without a full stop.
+        text: String,
+    },
+    /// Something else is wrong. The value is a sentence without a full stop.
+    #[error("{0}")]
+    Other(String),
 }
 
 impl Advice {
     /// A remark about a public address of the lease. The text is a sentence without a full stop.
     pub fn about(address: IpAddr, text: impl Into<String>) -> Self {
-        Self { text: text.into(), address: Some(address) }
+        Self::OfAddress { address, text: text.into() }
     }
 }
 
 impl From<&str> for Advice {
     fn from(text: &str) -> Self {
-        Self { text: text.to_owned(), address: None }
+        Self::Other(text.to_owned())
     }
 }
 
 /// A remark about the part of the lease that was rejected.
 impl From<&Rejection> for Advice {
     fn from(why: &Rejection) -> Self {
-        let address = if let Rejection::OwnAddress(address) = why { Some(*address) } else { None };
-        Self { text: why.to_string(), address }
+        match why {
+            Rejection::OwnAddress(address) => Self::about(*address, why.to_string()),
+            _ => Self::Other(why.to_string()),
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 
+use crate::backend::Advice;
 use crate::lease::Subnets;
 
 /// A condition of leases that is not an error. `Display` is a sentence without a full stop.
@@ -22,13 +23,11 @@ pub enum Advisory {
         own: bool,
     },
     /// Something is wrong with a lease that a plan accepts.
-    #[error("the lease {subnets}: {text}")]
+    #[error("the lease {subnets}: {advice}")]
     OfLease {
         /// The lease.
         subnets: Subnets,
-        /// What is wrong, as a sentence without a full stop.
-        text: String,
-        /// The public address of the lease that is wrong, or `None` if something else is wrong.
-        address: Option<IpAddr>,
+        /// What is wrong.
+        advice: Advice,
     },
 }

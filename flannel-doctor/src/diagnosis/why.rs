@@ -11,13 +11,14 @@ use flannel_api::{
     Deployment, More, ObjectReport, ObjectState as ObjectStateReport, RejectionReport, VERSION,
     WhyReport,
 };
+use flannel_core::backend::Advice;
 use flannel_core::error::holder;
 use flannel_core::kernel::{KernelError, RouteAnswer};
 use flannel_core::object::{LinkName, Object, Via};
 use flannel_core::status::{ObjectState, Rejection};
 use flannel_core::{Config, Kernel, Lease, Remedy};
 
-use crate::remedy::render;
+use crate::remedy::{one_vni, render};
 
 /// Looks up the route to an address, on a thread for blocking work.
 pub async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
@@ -33,6 +34,8 @@ pub struct Explained {
     pub rejection: Option<Rejection>,
     /// The objects of the lease, with their states.
     pub objects: Vec<(Object, ObjectState)>,
+    /// What is wrong with the lease although it is accepted.
+    pub advice: Vec<Advice>,
 }
 
 /// The inputs for one address.
@@ -255,22 +258,27 @@ fn of_peer(
         let watch = (*how == ObjectState::Pending).then_some(Remedy::WatchStatus);
         return Verdict::bad(format!("{object} is {state}{error}"), watch);
     }
-    match wanted_way(address, &explanation.objects).or_else(|| Some((device?, None))) {
-        Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
-            let is = way(answer.gateway, answer.link);
-            let should = way(gateway, Some(link));
-            let text = format!(
-                "shadowed: packets go {is} instead of {should}, because of a more specific route \
-                 or a rule of another program"
-            );
-            Verdict::bad(text, unshadow(address))
-        }
-        Some((link, _)) => Verdict::good(format!(
-            "packets go through {link} to {}, everything is in place",
-            holder(&lease.attrs)
-        )),
-        None => Verdict::good("everything is in place"),
+    let wanted = wanted_way(address, &explanation.objects).or_else(|| Some((device?, None)));
+    if let Some((link, gateway)) = wanted
+        && (answer.link != Some(link) || answer.gateway != gateway)
+    {
+        let is = way(answer.gateway, answer.link);
+        let should = way(gateway, Some(link));
+        let text = format!(
+            "shadowed: packets go {is} instead of {should}, because of a more specific route or a \
+             rule of another program"
+        );
+        return Verdict::bad(text, unshadow(address));
     }
+    let way =
+        wanted.map(|(link, _)| format!("packets go through {link} to {}", holder(&lease.attrs)));
+    let drops = |advice: &&Advice| matches!(advice, Advice::OtherVni { .. });
+    if let Some(advice) = explanation.advice.iter().find(drops) {
+        let way = way.unwrap_or_else(|| "packets arrive".to_owned());
+        return Verdict::bad(format!("{way}, which drops them: {advice}"), one_vni());
+    }
+    let way = way.map_or_else(String::new, |way| format!("{way}, "));
+    Verdict::good(format!("{way}everything is in place"))
 }
 
 #[cfg(test)]
@@ -310,7 +318,8 @@ mod tests {
             let objects = vec![(record.clone(), ObjectState::InPlace)];
             let mut lease = peer();
             lease.attrs.preferred.kind = "".into();
-            let explanation = Explained { lease: Arc::new(lease), rejection: None, objects };
+            let explanation =
+                Explained { lease: Arc::new(lease), rejection: None, objects, advice: Vec::new() };
             let inputs = RouteInputs {
                 explanation: Some(explanation),
                 device: Some(device),
@@ -339,6 +348,7 @@ mod tests {
             lease: Arc::new(peer()),
             rejection,
             objects: vec![(route(), how)],
+            advice: Vec::new(),
         };
         let ask = |address: IpAddr, explanation: Option<Explained>, answer: RouteAnswer| {
             let facts = RouteInputs {
@@ -386,6 +396,15 @@ mod tests {
             half.verdict.starts_with("neigh ") && half.verdict.ends_with("is pending"),
             "{half:?}"
         );
+        let mut other = explain(ObjectState::InPlace, None);
+        other.advice.push("a remark".into());
+        assert!(ask(address, Some(other), right).ok);
+        let mut other = explain(ObjectState::InPlace, None);
+        other.advice.push(Advice::OtherVni { theirs: 4096, ours: 1 });
+        let other = ask(address, Some(other), right);
+        let text = "packets go through flannel.1 to 192.0.2.7 (vxlan), which drops them: it has \
+                    the VNI 4096, and this node has 1";
+        assert!(!other.ok && other.verdict.starts_with(text), "{other:?}");
         let rejected = ask(
             address,
             Some(explain(

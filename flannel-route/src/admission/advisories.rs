@@ -89,6 +89,6 @@ impl Advisories {
     }
 }
 
-fn of_lease(subnets: Subnets, Advice { text, address }: Advice) -> Advisory {
-    Advisory::OfLease { subnets, text, address }
+fn of_lease(subnets: Subnets, advice: Advice) -> Advisory {
+    Advisory::OfLease { subnets, advice }
 }

@@ -9,8 +9,9 @@ use std::fmt::Display;
 
 use flannel_api::{PeerReport, PeerState, RejectionCause};
 use flannel_core::address::Dual;
+use flannel_core::backend::Advice;
 use flannel_core::object::{Key, LinkName};
-use flannel_core::status::{Status, Wait, Waiting};
+use flannel_core::status::{Advisory, Status, Wait, Waiting};
 use flannel_core::{Lease, Subnet, Subnets};
 use flannel_doctor::inputs::tunnels::TunnelToPeer;
 
@@ -51,6 +52,20 @@ pub(super) fn interesting_peers(
     )
 }
 
+/// What is wrong with the lease of a peer although it is accepted. Takes O(n) for n advisories.
+pub(super) fn advice_on(status: &Status, peer: Subnets) -> impl Iterator<Item = &Advice> {
+    let all = advice(status);
+    all.filter(move |(subnets, _)| *subnets == peer).map(|(_, advice)| advice)
+}
+
+/// What is wrong with accepted leases.
+fn advice(status: &Status) -> impl Iterator<Item = (Subnets, &Advice)> {
+    status.advisories.keys().filter_map(|advisory| match advisory {
+        Advisory::OfLease { subnets, advice } => Some((*subnets, advice)),
+        _ => None,
+    })
+}
+
 /// Finds the states of peers. One value serves all peers; making it takes O(n) for n failures.
 struct PeerStates<'a> {
     status: &'a Status,
@@ -62,6 +77,8 @@ struct PeerStates<'a> {
     /// The reason that no state is known.
     all_wait: Option<String>,
     waiting: Option<&'a Waiting>,
+    /// What is wrong with accepted leases.
+    advice: BTreeMap<Subnets, &'a Advice>,
     /// The peers whose leases changed after the status was published.
     unprocessed: BTreeSet<Subnets>,
     encrypted: HashMap<Subnet, TunnelToPeer<'a>>,
@@ -102,6 +119,7 @@ impl<'a> PeerStates<'a> {
             tunnels: Dual::from_fn(broken),
             all_wait,
             waiting,
+            advice: advice(status).collect(),
             unprocessed: changed.map(|(subnets, _)| subnets).collect(),
             encrypted: tunnels.by_subnet(),
         }
@@ -139,6 +157,7 @@ impl<'a> PeerStates<'a> {
         tunnels.dedup_by(|a, b| a.device == b.device);
         let reason = reason
             .map(ToString::to_string)
+            .or_else(|| self.advice.get(&lease.subnets).map(ToString::to_string))
             .or_else(|| lease.attrs.unused_offers().map(|unused| unused.to_string()));
         let rejection = self.status.rejected.get(&lease.subnets).map(RejectionCause::from);
         PeerReport { tunnels, rejection, ..PeerReport::new(lease, state, reason, changed) }

@@ -6,13 +6,15 @@ use std::time::SystemTime;
 use flannel_api::{
     LeaseLoss, Problem, ProblemCause, RejectionReport, Severity, SubnetsReport, texts,
 };
-use flannel_core::backend::{AddressDoubt, Datapath, ExternalInterface};
+use flannel_core::backend::{AddressDoubt, Advice, Datapath, ExternalInterface};
 use flannel_core::object::Key;
 use flannel_core::remedy::Trouble;
 use flannel_core::status::{Advisory, Failure, Rejection};
 use flannel_core::subnet::{Loss, Ownership, StoreKind, StoreStatus};
 use flannel_core::{Config, Remedy};
-use flannel_doctor::remedy::{first_rule, of_shared_address, readdress, render, who_changes_rules};
+use flannel_doctor::remedy::{
+    first_rule, of_shared_address, one_vni, readdress, render, who_changes_rules,
+};
 use flannel_firewall::{Contested, Fault};
 use libc::EEXIST;
 
@@ -289,10 +291,14 @@ impl Found {
                 let cause = ProblemCause::SharedAddress { address, nodes: *nodes, own: *own };
                 self.warning(cause, remedy);
             }
-            Advisory::OfLease { subnets, text, address } => {
-                let remedy = address.map_or(Remedy::ListPeers, |_| readdress(subnets));
+            Advisory::OfLease { subnets, advice } => {
+                let remedy = match advice {
+                    Advice::OtherVni { .. } => one_vni(),
+                    Advice::OfAddress { .. } => readdress(subnets),
+                    _ => Remedy::ListPeers,
+                };
                 let lease = subnets.to_string();
-                let reason = text.clone();
+                let reason = advice.to_string();
                 self.warning(ProblemCause::LeaseAdvisory { lease, reason }, remedy);
             }
             _ => {}

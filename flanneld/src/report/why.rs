@@ -8,17 +8,19 @@ use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_doctor::diagnosis::why::{Explained, RouteInputs, diagnose, lookup};
 
+use super::peers::advice_on;
 use crate::observe::{NetworkSnapshot, Snapshot};
 
 /// Joins the explanation of the network that runs with the kernel's route.
 pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
-    let Some(NetworkSnapshot { running, view, tunnels, .. }) = &snapshot.network else {
+    let Some(NetworkSnapshot { running, status, view, tunnels, .. }) = &snapshot.network else {
         let answer = Err(KernelError::explained(11, "no network runs, so no route was looked up"));
         let deployment = snapshot.deployment();
         return diagnose(address, &RouteInputs { answer, deployment, ..RouteInputs::default() });
     };
     let own = &running.handle.lease;
     let explanation = running.handle.explain(address).await.map(|explanation| Explained {
+        advice: advice_on(status, explanation.lease.subnets).cloned().collect(),
         lease: explanation.lease,
         rejection: explanation.rejection,
         objects: explanation.objects,

@@ -788,6 +788,39 @@ fn a_bad_lease_is_skipped_logged_once_and_used_when_corrected() {
     });
 }
 
+/// The nodes drop each other's packets.
+#[test]
+fn a_peer_with_another_vni_is_accepted_and_reported() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        peer(&place.leases(), "10.1.8.0-24", "192.0.2.8", "0a:00:00:00:00:08");
+        let other = place.leases().join("10.1.8.0-24");
+        let text = fs::read_to_string(&other).unwrap();
+        fs::write(&other, text.replace(r#""VNI":1"#, r#""VNI":4096"#)).unwrap();
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("running lease");
+        let answer = |target: &str| {
+            serde_json::from_str::<serde_json::Value>(&place.request(target)).unwrap()
+        };
+        let settled = || answer("/v1/peers")["peers"][1]["state"] == "in place";
+        wait_until(settled, || daemon.log());
+        let says = "it has the VNI 4096, and this node has 1: each drops the other's packets";
+        let peers = answer("/v1/peers");
+        assert_eq!(
+            (&peers["peers"][0]["reason"], &peers["peers"][1]["reason"]),
+            (&().into(), &says.into())
+        );
+        let why = answer("/v1/why?address=10.1.8.5");
+        let verdict = why["verdict"].as_str().unwrap();
+        assert!(why["ok"] == false && verdict.ends_with(says), "{why}");
+        assert_eq!(answer("/v1/why?address=10.1.7.5")["ok"], true);
+        let problems = answer("/v1/status")["problems"].to_string();
+        assert!(problems.contains(&format!("the lease 10.1.8.0-24: {says}")), "{problems}");
+    });
+}
+
 #[test]
 fn an_assigned_lease_is_used_and_not_written() {
     in_netns(|| {

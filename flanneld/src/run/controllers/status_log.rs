@@ -356,8 +356,7 @@ mod tests {
         let mut log = StatusLog::default();
         let start = Instant::now();
         let no = || Rejection::Rejected("no".into());
-        let advisory =
-            |n: u8| Advisory::OfLease { subnets: lease(n), text: "x".into(), address: None };
+        let advisory = |n: u8| Advisory::OfLease { subnets: lease(n), advice: "x".into() };
         let mut status = Status::default();
         status.rejected = (0..200).map(|n| (lease(n), no())).collect();
         status.advisories = (0..200).map(|n| (advisory(n), ())).collect();
