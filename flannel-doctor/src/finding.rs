@@ -23,6 +23,8 @@ pub enum Check {
     Clash,
     /// The clocks of nodes agree.
     Clock,
+    /// Container runtimes use flannel's CNI config.
+    Cni,
     /// The network config in the store is valid.
     Config,
     /// The kernel can track more connections.
@@ -94,6 +96,7 @@ impl Check {
             Self::Checksum => "checksum",
             Self::Clash => "clash",
             Self::Clock => "clock",
+            Self::Cni => "cni",
             Self::Config => "config",
             Self::Conntrack => "conntrack",
             Self::Daemon => "daemon",
@@ -141,12 +144,13 @@ impl fmt::Display for Check {
 }
 
 /// Every check of this version, by name.
-const ALL: [Check; 34] = [
+const ALL: [Check; 35] = [
     Check::Arp,
     Check::BridgeNetfilter,
     Check::Checksum,
     Check::Clash,
     Check::Clock,
+    Check::Cni,
     Check::Config,
     Check::Conntrack,
     Check::Daemon,

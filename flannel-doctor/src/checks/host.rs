@@ -4,7 +4,9 @@
 //! reported as unread. Neither the daemon's start nor its readiness depends on findings.
 
 mod arp;
+mod bridges;
 mod changes;
+mod cni;
 mod foreign;
 mod ipv6;
 mod limits;
@@ -24,6 +26,8 @@ use flannel_netlink::foreign::{Attached, Rule, TableRoute};
 
 use crate::finding::{Check, Finding};
 use crate::remedy::readdress;
+use bridges::SharedSubnet;
+use cni::Superseded;
 use ipv6::{Expiring, Off};
 use limits::Tracked;
 use read::read;
@@ -32,7 +36,7 @@ pub use changes::log_changes;
 pub use read::CheckedNetwork;
 
 /// The checks of the host that runs a network.
-pub const CHECKS: [Check; 17] = [
+pub const CHECKS: [Check; 18] = [
     Check::Forwarding,
     Check::Sysctl,
     Check::RpFilter,
@@ -43,6 +47,7 @@ pub const CHECKS: [Check; 17] = [
     Check::Qdisc,
     Check::ForwardDrop,
     Check::Clash,
+    Check::Cni,
     Check::Neighbours,
     Check::Conntrack,
     Check::BridgeNetfilter,
@@ -110,6 +115,10 @@ struct HostFacts {
     mtu: Option<u32>,
     /// The MTU of each pod on the bridge with this node's subnet.
     pods: Vec<u32>,
+    /// Subnets of this node with several devices.
+    shared: Vec<SharedSubnet>,
+    /// A CNI config comes before flannel's.
+    superseded: Option<Superseded>,
     /// What the external interface loses, because it ignores router advertisements.
     expiring: Option<Expiring>,
     /// Where IPv6 is off, although pods need it.
@@ -145,6 +154,8 @@ fn check(facts: &HostFacts) -> Vec<Finding> {
     found.extend(foreign::attached(facts));
     found.extend(stops::stops(facts));
     found.extend(clashes(facts));
+    found.extend(bridges::shared(facts));
+    found.extend(cni::superseded(facts));
     found.extend(limits::neighbours(facts));
     found.extend(limits::connections(facts));
     found.extend(bridge_calls(facts));

@@ -252,6 +252,7 @@ fn of_this_host() {
     repair(&lab, &[host], &finds(&lab, host, &["arp error", "arp_ignore of eth0 is 8"]));
     finds_nothing(&lab, host);
     of_another_way(&lab);
+    of_another_bridge(&lab);
     of_attached(&lab);
     of_rules(&lab, Family::V4);
 
@@ -792,6 +793,19 @@ fn a_device_has_the_port(lab: &Lab) {
     finds(lab, host, &["port error", "flannel-v6.1", because]);
     repair(lab, &[host], &finds(lab, host, &["port error", "flannel.1", because]));
     cured(lab, host);
+}
+
+/// Docker has an address of this node's subnet too.
+fn of_another_bridge(lab: &Lab) {
+    let host = &lab.hosts()[0];
+    let own = host.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
+    let address = format!("address add {}/25 dev docker0", own.nth(129).unwrap());
+    for command in ["link add docker0 type bridge", "link set docker0 up", &address] {
+        host.run("ip", &command.split(' ').collect::<Vec<_>>()).unwrap();
+    }
+    let found = finds(lab, host, &["clash error", "docker0", "addresses of this node's subnet"]);
+    repair(lab, &[host], &found);
+    finds_nothing(lab, host);
 }
 
 /// A path that no network config repairs gets no config command.

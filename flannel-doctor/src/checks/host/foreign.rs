@@ -15,7 +15,7 @@ use crate::finding::{Check, Finding};
 /// `RT_TABLE_DEFAULT`.
 const DEFAULT: u32 = 253;
 /// `RT_TABLE_MAIN`, which has flannel's routes.
-const MAIN: u32 = 254;
+pub(super) const MAIN: u32 = 254;
 /// `RT_TABLE_LOCAL`.
 const LOCAL: u32 = 255;
 /// Queueing disciplines that neither delay nor drop packets unless the device is congested, as no

@@ -16,6 +16,9 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Interface;
 
 use super::HostFacts;
+use super::bridges::{devices_with, shared_by};
+use super::cni::{CONFIGS, read_superseded};
+use super::foreign::MAIN;
 use super::ipv6::{bridge_of, read_expiring, read_off};
 use super::limits::Tracked;
 
@@ -94,6 +97,7 @@ fn read_host(network: &CheckedNetwork) -> (HostFacts, Option<NetlinkKernel>) {
         Err(error) => facts.unread.push(format!("the addresses of this host ({error})")),
     }
     facts.mtu = network.mtu;
+    facts.superseded = read_superseded(Path::new(CONFIGS));
     facts.read_settings(network.uplink);
     // /proc/net/route is slow to read, so it is read only if a setting or the number of peers makes
     // it matter.
@@ -150,6 +154,14 @@ impl HostFacts {
             let routes =
                 self.known(format!("the routing table {table}"), kernel.table(table, network));
             self.tables.insert((table, network.family()), routes);
+        }
+        for subnet in self.own.values().copied().collect::<Vec<_>>() {
+            let devices = devices_with(self, subnet);
+            if devices.len() > 1 {
+                let routes =
+                    self.known(format!("the routes to {subnet}"), kernel.table(MAIN, subnet));
+                self.shared.extend(shared_by(subnet, &devices, &routes));
+            }
         }
         for device in self.tunnels.clone() {
             let attached = self.known(format!("the programs on {device}"), kernel.attached(device));
@@ -256,7 +268,7 @@ impl HostFacts {
 }
 
 /// The MTU of each port of a bridge, which the pod behind it has too. `net` is `/sys/class/net`.
-fn ports(net: &Path, bridge: LinkName) -> Vec<u32> {
+pub(super) fn ports(net: &Path, bridge: LinkName) -> Vec<u32> {
     let ports = fs::read_dir(net.join(bridge.as_str()).join("brif")).into_iter().flatten();
     ports
         .flatten()

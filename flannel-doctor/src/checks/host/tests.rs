@@ -35,24 +35,28 @@ fn healthy() -> HostFacts {
         max_neighbours: Dual { v4: Some(1024), v6: Some(1024) },
         tracked: Some(Tracked { now: 9_499, most: 10_000 }),
         stops: Vec::new(),
-        addresses: [
-            ("eth0", "192.0.2.1"),
-            ("flannel.1", "10.1.5.0"),
-            ("cni0", "10.1.5.1"),
-            ("docker0", "10.1.5.1"),
-        ]
-        .map(|(device, address)| (link(device), address.parse().unwrap()))
-        .into(),
+        addresses: [("eth0", "192.0.2.1"), ("flannel.1", "10.1.5.0"), ("cni0", "10.1.5.1")]
+            .map(|(device, address)| (link(device), address.parse().unwrap()))
+            .into(),
         public: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
         on_link: vec!["192.0.2.0/24".parse().unwrap()],
         shadows: Vec::new(),
         peers: vec![peer("10.1.7.0-24", "192.0.2.7")],
         mtu: Some(1430),
         pods: vec![1430, 1400],
+        shared: Vec::new(),
+        superseded: None,
         expiring: None,
         ipv6_off: None,
         unread: Vec::new(),
     }
+}
+
+/// A subnet with two bridges, which have these numbers of ports.
+fn shared(ports: usize, name: &str, others: usize, other: &str) -> SharedSubnet {
+    let device = |ports, name: &str| bridges::PodDevice { ports, name: name.parse().unwrap() };
+    let devices = [device(ports, name), device(others, other)].into();
+    SharedSubnet { subnet: "10.1.5.0/24".parse().unwrap(), devices }
 }
 
 fn shadow(route: &str, protocol: u8, takes: Taken) -> Shadow {
@@ -357,6 +361,34 @@ fn each_fault_is_one_finding_with_its_repair() {
                 "clash warning",
                 "10.1.0.0/16 contains 10.1.3.1, an address of eth1",
                 "flannelctl config set FILE # with",
+            ],
+        ),
+        (
+            only(|f| f.shared.push(shared(0, "docker0", 2, "cni0"))),
+            [
+                "clash error | docker0 and cni0 have addresses of this node's subnet 10.1.5.0/24",
+                "ip link delete docker0",
+                "and give dockerd another --bip",
+            ],
+        ),
+        (
+            only(|f| f.shared.push(shared(3, "docker0", 0, "cni0"))),
+            ["clash error | cni0 and docker0", "| ip link delete cni0", "no pod is on it"],
+        ),
+        (
+            only(|f| f.shared.push(shared(3, "docker0", 2, "cni0"))),
+            ["clash error", "| ip link delete cni0", "after its 2 pods were moved"],
+        ),
+        (
+            only(|f| {
+                let used = "/etc/cni/net.d/05-cilium.conflist".into();
+                let flannel = "/etc/cni/net.d/10-flannel.conflist".into();
+                f.superseded = Some(Superseded { used, flannel });
+            }),
+            [
+                "cni warning | /etc/cni/net.d/05-cilium.conflist comes before",
+                "new pods get no network of flannel",
+                "mv /etc/cni/net.d/05-cilium.conflist /etc/cni/net.d/05-cilium.conflist.unused",
             ],
         ),
         (
