@@ -69,7 +69,7 @@ fn a_device_of_another_kind_that_has_the_port_is_named() {
                          another {option}"
                     );
                     assert!(error.starts_with(&says), "{error}");
-                    let holders = kernel.port_holders(8472, &[wanted.clone()]).unwrap();
+                    let holders = kernel.port_holders(8472, std::slice::from_ref(wanted)).unwrap();
                     assert_eq!(holders.len(), 1, "{holders:?}");
                 }
                 ip("link delete other");

@@ -94,26 +94,49 @@ pub fn write(path: &Path, env: &SubnetEnv) -> Result<(), SubnetFileError> {
     atomic::replace(path, env.to_string().as_bytes(), 0o644, None).map_err(error)
 }
 
-/// Removes the file if it has other subnets than this node, or other pod networks than `networks`.
-/// With `own` `None` this node has no subnets; with `networks` `None` any networks are right.
-/// Returns the subnets of the removed file, or `None` if the file stays. A file without a subnet
-/// stays: plugins refuse it.
+/// What is known of the subnets of this node, to compare a file with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Known {
+    /// It has no subnets.
+    Nothing,
+    /// It has these subnets.
+    Subnets(Subnets),
+    /// Its subnets will be inside these pod networks.
+    Networks(Vec<Subnet>),
+    /// It has these subnets of these pod networks.
+    Both(Subnets, Vec<Subnet>),
+}
+
+impl Known {
+    /// Whether a file with these subnets may be the one of this node. `networks` are those of the
+    /// file, or `None` if they cannot be read.
+    fn fits(&self, subnets: Subnets, networks: Option<&[Subnet]>) -> bool {
+        let set = |networks: &[Subnet]| BTreeSet::from_iter(networks.iter().copied());
+        match self {
+            Self::Nothing => false,
+            Self::Subnets(own) => *own == subnets,
+            Self::Networks(all) => {
+                subnets.iter().all(|subnet| all.iter().any(|network| network.covers(&subnet)))
+            }
+            Self::Both(own, all) => {
+                *own == subnets && networks.is_none_or(|networks| set(networks) == set(all))
+            }
+        }
+    }
+}
+
+/// Removes the file if it has other subnets or pod networks than this node. Returns the subnets of
+/// the removed file, or `None` if the file stays. A file without a subnet stays: plugins refuse it.
 ///
 /// # Errors
 /// The file cannot be removed.
 ///
 /// # Blocking
 /// Waits for the disk.
-pub fn remove_others(
-    path: &Path,
-    own: Option<Subnets>,
-    networks: Option<&[Subnet]>,
-) -> Result<Option<Subnets>, SubnetFileError> {
+pub fn remove_others(path: &Path, known: &Known) -> Result<Option<Subnets>, SubnetFileError> {
     let Ok(Some(there)) = previous(path) else { return Ok(None) };
-    let set = |networks: &[Subnet]| BTreeSet::from_iter(networks.iter().copied());
-    let has_networks =
-        |networks| read(path).map_or(true, |env| set(&env.networks) == set(networks));
-    if own == Some(there) && networks.is_none_or(has_networks) {
+    let networks = read(path).ok().map(|env| env.networks);
+    if known.fits(there, networks.as_deref()) {
         return Ok(None);
     }
     match fs::remove_file(path) {
@@ -234,30 +257,40 @@ mod tests {
         let path = dir.path().join("subnet.env");
         let own: Subnets = "10.1.5.0-24&fd00:0:0:5::-64".parse().unwrap();
         let networks: Vec<Subnet> = ["fd00::/48", "10.1.0.0/16"].map(|n| n.parse().unwrap()).into();
-        let removed = |text: &str, own: Option<Subnets>, networks: Option<&[Subnet]>| {
+        let removed = |text: &str, known: &Known| {
             fs::write(&path, text).unwrap();
-            let there = remove_others(&path, own, networks).unwrap();
+            let there = remove_others(&path, known).unwrap();
             assert_eq!(there.is_some(), !path.exists());
             there.is_some()
         };
-        assert!(!removed(ENV, Some(own), Some(&networks)));
-        assert!(!removed(ENV, Some(own), None));
-        assert!(removed(ENV, None, None), "this node has no subnets");
+        let inside = Known::Networks(networks.clone());
+        let both = Known::Both(own, networks);
+        for known in [&Known::Subnets(own), &inside, &both] {
+            assert!(!removed(ENV, known), "{known:?}");
+        }
+        assert!(removed(ENV, &Known::Nothing));
         for (from, to) in [
             ("10.1.5.1", "10.1.6.1"),
             ("10.1.5.1/24", "10.1.5.1/25"),
             ("fd00:0:0:5::1", "fd00:0:0:6::1"),
             ("FLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\n", ""),
-            ("10.1.0.0/16", "10.0.0.0/8"),
-            ("FLANNEL_IPV6_NETWORK=fd00::/48\n", ""),
         ] {
-            assert!(removed(&ENV.replace(from, to), Some(own), Some(&networks)), "{from} {to}");
+            let other = ENV.replace(from, to);
+            assert!(removed(&other, &Known::Subnets(own)) && removed(&other, &both), "{from} {to}");
+            assert!(!removed(&other, &inside), "{from} {to}");
+        }
+        for (from, to) in [("10.1.0.0/16", "10.0.0.0/8"), ("FLANNEL_IPV6_NETWORK=fd00::/48\n", "")]
+        {
+            assert!(removed(&ENV.replace(from, to), &both), "{from} {to}");
+        }
+        for (from, to) in [("10.1.5.1", "10.9.5.1"), ("fd00:0:0:5::1", "fd09:0:0:5::1")] {
+            assert!(removed(&ENV.replace(from, to), &inside), "{from} {to}");
         }
         // Other values are not about the addresses of pods. Without a subnet there are none.
-        assert!(!removed(&ENV.replace("1450", "1400"), Some(own), Some(&networks)));
-        assert!(!removed("FLANNEL_MTU=1450\n", Some(own), Some(&networks)));
+        assert!(!removed(&ENV.replace("1450", "1400"), &both));
+        assert!(!removed("FLANNEL_MTU=1450\n", &both));
         fs::remove_file(&path).unwrap();
-        assert_eq!(remove_others(&path, None, None).unwrap(), None);
+        assert_eq!(remove_others(&path, &Known::Nothing).unwrap(), None);
     }
 
     #[test]

@@ -6,9 +6,9 @@
 
 use std::path::PathBuf;
 
+use flannel_core::Subnets;
 use flannel_core::subnet::Assignment;
-use flannel_core::{Subnet, Subnets};
-use flannel_subnet::subnet_file;
+use flannel_subnet::subnet_file::{self, Known};
 use tokio::sync::watch;
 
 use super::controllers::leftovers::go_flannel::GoFlannel;
@@ -26,45 +26,47 @@ impl OwnSubnets {
         Self { subnet_file, go_flannel, known: watch::Sender::default() }
     }
 
-    /// Notes the subnets of this node, and the pod networks if they are known. Removes a subnet
-    /// file that has others.
-    pub(super) async fn note(
-        &self,
-        known: Assignment,
-        networks: Option<Vec<Subnet>>,
-        observer: &Observer,
-    ) {
-        let own = match known {
-            Assignment::Subnets(own) => Some(own),
-            Assignment::Nothing => None,
-            _ => return,
-        };
-        self.known.send_replace(known);
+    /// Notes what is known of this node's subnets. Removes a subnet file that has others.
+    pub(super) async fn note(&self, known: Known, observer: &Observer) {
+        match known {
+            Known::Nothing => _ = self.known.send_replace(Assignment::Nothing),
+            Known::Subnets(own) | Known::Both(own, _) => {
+                self.known.send_replace(Assignment::Subnets(own));
+            }
+            Known::Networks(_) => {}
+        }
         let path = self.subnet_file.clone();
         let go_flannel = self.go_flannel.clone();
-        let work = move || {
-            let removed = subnet_file::remove_others(&path, own, networks.as_deref());
+        let remove = move || {
+            let removed = subnet_file::remove_others(&path, &known);
             if let Ok(Some(_)) = removed {
                 go_flannel.removed_subnet_file();
             }
             removed
         };
-        let path = self.subnet_file.display();
-        let own = own.map_or_else(|| "none".to_owned(), |own| own.to_string());
-        match self.go_flannel.writes.run(work).await {
+        match self.go_flannel.writes.run(remove).await {
             Ok(None) => {}
             Ok(Some(had)) => {
                 observer.note(|facts| facts.subnet_file = false);
                 tracing::warn!(
-                    %path, %had, %own,
+                    path = %self.subnet_file.display(), %had,
                     "the subnet file has other subnets or networks than this node, it is removed \
                      until this node's network is in place"
                 );
             }
             Err(error) => tracing::warn!(
-                %error, %own,
+                %error,
                 "the subnet file of other subnets cannot be removed: pods may get wrong addresses"
             ),
+        }
+    }
+
+    /// Notes the subnets that the store has assigned.
+    pub(super) async fn note_assignment(&self, assignment: Assignment, observer: &Observer) {
+        match assignment {
+            Assignment::Subnets(own) => self.note(Known::Subnets(own), observer).await,
+            Assignment::Nothing => self.note(Known::Nothing, observer).await,
+            _ => {}
         }
     }
 

@@ -11,13 +11,14 @@ use flannel_core::kernel::Footprint;
 use flannel_core::lease::View;
 use flannel_core::remedy::Trouble;
 use flannel_core::runtime::{blocking, lock};
-use flannel_core::subnet::{Assignment, Hints};
+use flannel_core::subnet::Hints;
 use flannel_core::{Backend, Config, Error as Cause, Kernel, Lease, SubnetManager, Subnets};
 use flannel_doctor::paths::Paths;
 use flannel_netlink::NetlinkKernel;
 use flannel_options::FileSecrets;
 use flannel_route::admission::Handshakes;
 use flannel_route::{EngineOptions, Host, JoinOptions};
+use flannel_subnet::subnet_file::Known;
 use tokio::sync::{OnceCell, watch};
 use tokio::time::sleep;
 
@@ -188,6 +189,11 @@ impl<'a> Starter<'a> {
         let views = self.subnets.watch_leases().await?;
         let Choice { config, uplink, mut prepared, refused, before } = choice;
         let backends = prepared.backends.clone();
+        // A lease may not be had for long, for example because all subnets are taken.
+        if self.last.is_none() && before == Before::Nothing && refused.is_none() {
+            let networks = Known::Networks(config.pod_networks().collect());
+            self.own_subnets.note(networks, observer).await;
+        }
         let lapsed = hints.lapsed.is_some();
         let JoinPlan { options, paths, handshakes } = self.join_plan(&config, &backends, hints)?;
         let host = self.host(&uplink.iface);
@@ -207,9 +213,8 @@ impl<'a> Starter<'a> {
                 return Err(error.into());
             }
         };
-        let own = Assignment::Subnets(joined.network.handle().lease.subnets);
-        let networks = Some(config.pod_networks().collect());
-        self.own_subnets.note(own, networks, observer).await;
+        let own = joined.network.handle().lease.subnets;
+        self.own_subnets.note(Known::Both(own, config.pod_networks().collect()), observer).await;
         log_choice(&config, &*backends.target, &uplink);
         Ok(Ready {
             config,
@@ -239,7 +244,7 @@ impl<'a> Starter<'a> {
         let config = stored(subnets, self.last_config().or(proven.as_ref())).await?;
         let cached = subnets.store_status().confirmed.is_none();
         let hints = subnets.hints().await?;
-        self.own_subnets.note(subnets.assignment(), None, observer).await;
+        self.own_subnets.note_assignment(subnets.assignment(), observer).await;
         lock(&self.hints).clone_from(&hints);
         let views = subnets.watch_leases().await?;
         // Before the next steps, because each of them may fail, in this start and in later ones.

@@ -1096,6 +1096,26 @@ fn a_subnet_file_of_another_subnet_is_removed_before_the_network_is_in_place() {
     });
 }
 
+/// The node waits for a free subnet of another pod network.
+#[test]
+fn a_subnet_file_of_another_network_is_removed_while_no_lease_can_be_had() {
+    in_netns(|| {
+        uplink();
+        let one = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.128.0",
+            "Backend":{"Type":"vxlan"}}"#;
+        let place = Place::new(one);
+        peer(&place.leases(), "10.1.128.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        let file = place.subnet_file();
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        let stale = "FLANNEL_NETWORK=10.9.0.0/16\nFLANNEL_SUBNET=10.9.7.1/24\nFLANNEL_MTU=1450\n\
+                     FLANNEL_IPMASQ=false\n";
+        fs::write(&file, stale).unwrap();
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("waiting reason");
+        wait_until(|| !file.exists(), || daemon.log());
+    });
+}
+
 #[test]
 fn forward_rules_are_made_when_iptables_appears() {
     in_netns(|| {

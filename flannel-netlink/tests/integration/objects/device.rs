@@ -248,7 +248,7 @@ fn the_device_that_has_the_port_of_another_is_named() {
             for family in Family::BOTH {
                 let wanted = own(family);
                 let outcome = apply(&kernel, Change::Put(wanted.clone().into()));
-                let holders = kernel.port_holders(8472, &[wanted.clone()]).unwrap();
+                let holders = kernel.port_holders(8472, std::slice::from_ref(&wanted)).unwrap();
                 let named = "other (vxlan)";
                 if families.contains(&family) {
                     let error = outcome.unwrap_err().to_string();

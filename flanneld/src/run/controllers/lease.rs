@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use flannel_core::lease::Origin;
 use flannel_core::remedy::Trouble;
-use flannel_core::subnet::Assignment;
+use flannel_subnet::subnet_file::Known;
 use tokio::time::sleep;
 
 use super::Ended;
@@ -43,8 +43,7 @@ impl LeaseController<'_> {
         tokio::select! {
             to = hold(network.subnets, lease) => {
                 let to = to?;
-                let own = Assignment::Subnets(to);
-                network.starter.own_subnets.note(own, None, network.observer).await;
+                network.starter.own_subnets.note(Known::Subnets(to), network.observer).await;
                 Ok(format!("this node was given {to}"))
             }
             error = subnet_file.restore() => Err(error),
