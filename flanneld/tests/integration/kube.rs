@@ -973,3 +973,16 @@ fn a_subnet_file_is_removed_if_the_node_has_other_podcidrs_or_none() {
         }
     });
 }
+
+/// Also while a network runs, which does not restore the file.
+#[test]
+fn a_subnet_file_is_removed_when_the_node_gets_other_podcidrs() {
+    in_netns(|| {
+        let (server, host, daemon) = cluster_with_a_peer();
+        assert!(host.subnet_env().contains("10.1.1.1/24"), "{}", daemon.log());
+        server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.9.0/24" }));
+        daemon.wait_for_log("the subnet file has other subnets or networks than this node");
+        wait_until(|| host.subnet_env().contains("10.1.9.1/24"), || daemon.log());
+        assert!(!daemon.log().contains("another program removed"), "{}", daemon.log());
+    });
+}
