@@ -5,7 +5,8 @@
 //! is returned. [`Logged`] collects the log. [`write_script`] writes a program. [`receive_from`]
 //! receives a datagram. [`guest`] runs a
 //! test in a kernel of its own. [`mod@unit`] has the restrictions of the systemd unit. [`forge`]
-//! sends forged ICMP messages. [`packet`] makes packets of UDP and of vxlan.
+//! sends forged ICMP messages. [`packet`] makes packets of UDP and of vxlan. [`v1_certificate`] is a
+//! client certificate of X.509 v1.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -27,6 +28,7 @@ pub mod guest;
 mod logged;
 pub mod packet;
 pub mod unit;
+pub mod v1_certificate;
 
 use std::fmt::Display;
 use std::future::Future;

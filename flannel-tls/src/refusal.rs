@@ -1,0 +1,155 @@
+//! Why a handshake failed, and which side refused the other.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use rustls::pki_types::CertificateDer;
+use rustls::{AlertDescription, CertificateError, Error, OtherError};
+
+use crate::KEYS;
+use crate::certificate::Certificate;
+
+/// Why a handshake failed. `Display` says what is wrong and what is expected.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// This node does not accept the server's certificate.
+    Server(CertificateError),
+    /// The server, or a proxy before it, does not accept this node's certificate, or requires one.
+    Client(AlertDescription),
+    /// The server aborts the handshake for another reason.
+    Handshake(AlertDescription),
+    /// The server does not use TLS.
+    NotTls,
+}
+
+impl Refusal {
+    /// Looks for an error of TLS in an error and its sources. `None` if there is none, or if it
+    /// refuses neither side.
+    pub fn find(error: &(dyn StdError + 'static)) -> Option<Self> {
+        let mut errors = std::iter::successors(Some(error), |&error| {
+            // The error inside an I/O error is not its source.
+            let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+            inner.map(|inner| inner as _).or_else(|| error.source())
+        });
+        match errors.find_map(|error| error.downcast_ref::<Error>())? {
+            Error::InvalidCertificate(error) => Some(Self::Server(error.clone())),
+            Error::AlertReceived(alert) => Self::of_alert(*alert),
+            Error::InvalidMessage(rustls::InvalidMessage::InvalidContentType) => Some(Self::NotTls),
+            _ => None,
+        }
+    }
+
+    fn of_alert(alert: AlertDescription) -> Option<Self> {
+        match alert {
+            AlertDescription::AccessDenied
+            | AlertDescription::BadCertificate
+            | AlertDescription::CertificateExpired
+            | AlertDescription::CertificateRequired
+            | AlertDescription::CertificateRevoked
+            | AlertDescription::CertificateUnknown
+            | AlertDescription::NoCertificate
+            | AlertDescription::UnknownCA
+            | AlertDescription::UnsupportedCertificate => Some(Self::Client(alert)),
+            AlertDescription::DecryptError
+            | AlertDescription::HandshakeFailure
+            | AlertDescription::IllegalParameter
+            | AlertDescription::InsufficientSecurity
+            | AlertDescription::MissingExtension
+            | AlertDescription::NoApplicationProtocol
+            | AlertDescription::ProtocolVersion
+            | AlertDescription::UnrecognisedName
+            | AlertDescription::UnsupportedExtension => Some(Self::Handshake(alert)),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Server(error) => f.write_str(&of_server(error)),
+            Self::Client(AlertDescription::CertificateExpired) => {
+                f.write_str("it reports that our client certificate has expired")
+            }
+            Self::Client(AlertDescription::CertificateRequired) => {
+                f.write_str("it requires a client certificate, and none is set")
+            }
+            Self::Client(_) => f.write_str("it does not accept our client certificate"),
+            Self::Handshake(_) => f.write_str(
+                "it aborts the TLS handshake for a reason other than a certificate: expected a \
+                 server with TLS 1.3, or 1.2 with ECDHE, under this name; in TLS 1.2 a missing \
+                 client certificate has the same effect",
+            ),
+            Self::NotTls => f.write_str("it does not use TLS: http:// may be the right scheme"),
+        }
+    }
+}
+
+/// What is wrong with a server's certificate.
+fn of_server(error: &CertificateError) -> String {
+    match error {
+        CertificateError::UnknownIssuer => {
+            "it has a certificate of a CA that this node does not trust: expected that CA, or this \
+             certificate itself, in the CA file"
+        }
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+            "its certificate has expired, or the clock of this node is wrong"
+        }
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+            "its certificate is not valid yet, or the clock of this node is wrong"
+        }
+        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
+            "its certificate is for another name: expected this name or address among its \
+             subjectAltNames"
+        }
+        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+            "its certificate is not for servers: expected serverAuth in its extendedKeyUsage"
+        }
+        CertificateError::BadSignature => {
+            "another CA of the same name has signed its certificate: expected that CA in the CA \
+             file, perhaps because it was made again"
+        }
+        CertificateError::UnsupportedSignatureAlgorithmContext { .. }
+        | CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. } => {
+            return format!(
+                "the key of its certificate, or of its CA, cannot be used: expected {KEYS}"
+            );
+        }
+        CertificateError::Other(other) => match other.0.downcast_ref::<Unusable>() {
+            Some(unusable) => return unusable.to_string(),
+            None => "its certificate is not accepted",
+        },
+        _ => "its certificate is not accepted",
+    }
+    .to_owned()
+}
+
+/// A server's certificate that `webpki` does not support.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Unusable {
+    #[error(
+        "its certificate is a CA itself: expected this certificate in the CA file, or one with \
+         CA:FALSE"
+    )]
+    Authority,
+    #[error(
+        "its certificate is X.509 v1, which has no names: expected X.509 v3 with subjectAltName"
+    )]
+    Version1,
+}
+
+impl Unusable {
+    /// The error, with the fact about the certificate that causes it if `webpki` does not say it.
+    pub(crate) fn explain(error: Error, certificate: &CertificateDer<'_>) -> Error {
+        let Error::InvalidCertificate(CertificateError::Other(_)) = &error else { return error };
+        let unusable = match Certificate::read(certificate) {
+            Some(read) if read.version < 3 => Self::Version1,
+            Some(read) if read.is_ca => Self::Authority,
+            _ => return error,
+        };
+        CertificateError::Other(OtherError(Arc::new(unusable))).into()
+    }
+}
