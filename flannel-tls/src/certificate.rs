@@ -76,7 +76,7 @@ impl<'a> Certificate<'a> {
                 self.is_ca = is_ca.is_some_and(|is_ca| is_ca != [0]);
             } else if id == EXTENDED_KEY_USAGE {
                 let mut value = Reader(value.take(SEQUENCE)?);
-                let purposes = std::iter::from_fn(|| value.take(OID));
+                let mut purposes = std::iter::from_fn(|| value.take(OID));
                 self.is_for_servers = purposes.any(|id| [ANY_PURPOSE, SERVER_AUTH].contains(&id));
             }
         }

@@ -42,30 +42,51 @@ impl Refusal {
         }
     }
 
+    /// Looks for an alert of the server in the text of an error. HTTP/2 keeps only the text of an
+    /// alert that comes after the handshake, as alerts about certificates do in TLS 1.3.
+    pub fn find_in_text(text: &str) -> Option<Self> {
+        let is_in =
+            |alert: &&AlertDescription| text.contains(&Error::AlertReceived(**alert).to_string());
+        let alert = ABOUT_CLIENTS.iter().chain(&ABOUT_HANDSHAKES).find(is_in)?;
+        Self::of_alert(*alert)
+    }
+
     fn of_alert(alert: AlertDescription) -> Option<Self> {
-        match alert {
-            AlertDescription::AccessDenied
-            | AlertDescription::BadCertificate
-            | AlertDescription::CertificateExpired
-            | AlertDescription::CertificateRequired
-            | AlertDescription::CertificateRevoked
-            | AlertDescription::CertificateUnknown
-            | AlertDescription::NoCertificate
-            | AlertDescription::UnknownCA
-            | AlertDescription::UnsupportedCertificate => Some(Self::Client(alert)),
-            AlertDescription::DecryptError
-            | AlertDescription::HandshakeFailure
-            | AlertDescription::IllegalParameter
-            | AlertDescription::InsufficientSecurity
-            | AlertDescription::MissingExtension
-            | AlertDescription::NoApplicationProtocol
-            | AlertDescription::ProtocolVersion
-            | AlertDescription::UnrecognisedName
-            | AlertDescription::UnsupportedExtension => Some(Self::Handshake(alert)),
-            _ => None,
+        if ABOUT_CLIENTS.contains(&alert) {
+            Some(Self::Client(alert))
+        } else if ABOUT_HANDSHAKES.contains(&alert) {
+            Some(Self::Handshake(alert))
+        } else {
+            None
         }
     }
 }
+
+/// The alerts about the client's certificate.
+const ABOUT_CLIENTS: [AlertDescription; 9] = [
+    AlertDescription::AccessDenied,
+    AlertDescription::BadCertificate,
+    AlertDescription::CertificateExpired,
+    AlertDescription::CertificateRequired,
+    AlertDescription::CertificateRevoked,
+    AlertDescription::CertificateUnknown,
+    AlertDescription::NoCertificate,
+    AlertDescription::UnknownCA,
+    AlertDescription::UnsupportedCertificate,
+];
+
+/// The alerts about other terms of the handshake.
+const ABOUT_HANDSHAKES: [AlertDescription; 9] = [
+    AlertDescription::DecryptError,
+    AlertDescription::HandshakeFailure,
+    AlertDescription::IllegalParameter,
+    AlertDescription::InsufficientSecurity,
+    AlertDescription::MissingExtension,
+    AlertDescription::NoApplicationProtocol,
+    AlertDescription::ProtocolVersion,
+    AlertDescription::UnrecognisedName,
+    AlertDescription::UnsupportedExtension,
+];
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -151,5 +172,26 @@ impl Unusable {
             _ => return error,
         };
         CertificateError::Other(OtherError(Arc::new(unusable))).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_alert_is_found_in_a_text() {
+        for alert in ABOUT_CLIENTS {
+            let text = format!("connection error: {}", Error::AlertReceived(alert));
+            assert_eq!(Refusal::find_in_text(&text), Some(Refusal::Client(alert)));
+        }
+        for alert in ABOUT_HANDSHAKES {
+            let text = format!("connection error: {}", Error::AlertReceived(alert));
+            assert_eq!(Refusal::find_in_text(&text), Some(Refusal::Handshake(alert)));
+        }
+        let other = Error::AlertReceived(AlertDescription::InternalError).to_string();
+        for text in [&*other, "BadCertificate", ""] {
+            assert_eq!(Refusal::find_in_text(text), None);
+        }
     }
 }

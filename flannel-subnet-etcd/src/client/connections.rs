@@ -6,9 +6,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use etcd_client::{Client, ConnectOptions};
+use etcd_client::{Channel, Client, ConnectOptions};
 use flannel_core::runtime::lock;
 use flannel_core::{Error, Result};
+use http::Uri;
+use hyper_rustls::HttpsConnector;
+use hyper_util::client::legacy::connect::HttpConnector;
+use rustls::ClientConfig;
+use tonic::transport::Channel as TonicChannel;
+use tower::ServiceExt;
 
 use crate::client::failure::{Failure, Retry, says};
 use crate::client::tls::{FileVersion, TlsContent, TlsFiles};
@@ -25,7 +31,7 @@ const REPLY: Duration = Duration::from_secs(4);
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(crate) client: Client,
-    /// The TLS options it was made with, or `None` if it does not use TLS.
+    /// The configuration of TLS it was made with, or `None` if it does not use TLS.
     tls: Option<Arc<TlsContent>>,
     /// The number of connections before it.
     number: usize,
@@ -185,25 +191,48 @@ impl Connections {
     }
 
     async fn make(&self, endpoint: &str, tls: Option<&TlsContent>) -> Result<Client, Failure> {
-        let mut options = ConnectOptions::new()
-            .with_keep_alive(SILENCE, REPLY)
-            .with_keep_alive_while_idle(false)
-            .with_connect_timeout(self.options.request_timeout)
-            .with_require_leader(true)
-            .with_auto_token_refresh(true);
-        if let Some(tls) = tls {
-            options = options.with_tls(tls.options.clone().map_err(Failure::never)?);
-        }
+        let tls = tls.map(|tls| tls.config.clone().map_err(Failure::never)).transpose()?;
+        let connect_timeout = self.options.request_timeout;
+        let channel = || channel(endpoint, tls.clone(), connect_timeout);
+        let options = ConnectOptions::new().with_require_leader(true).with_auto_token_refresh(true);
         let with_user = match (&self.options.username, &self.options.password) {
             (Some(user), Some(password)) => options.clone().with_user(user, password),
             _ => options.clone(),
         };
-        match Client::connect([endpoint], Some(with_user)).await {
+        match Client::from_channel(channel()?, Some(with_user)).await {
             Err(error) if says(&error, "authentication is not enabled") => {
                 tracing::debug!(%endpoint, "authentication is not enabled, the user is ignored");
-                Ok(Client::connect([endpoint], Some(options)).await?)
+                Ok(Client::from_channel(channel()?, Some(options)).await?)
             }
             connected => Ok(connected?),
         }
     }
+}
+
+/// A channel that connects to an endpoint when it is used, and again after a failure.
+fn channel(
+    endpoint: &str,
+    tls: Option<Arc<ClientConfig>>,
+    connect_timeout: Duration,
+) -> Result<Channel, Failure> {
+    let invalid = |error: &dyn std::error::Error| Failure::never(format!("{endpoint}: {error}"));
+    let url: Uri = endpoint.parse().map_err(|error| invalid(&error))?;
+    let builder = |url: Uri| {
+        TonicChannel::builder(url)
+            .http2_keep_alive_interval(SILENCE)
+            .keep_alive_timeout(REPLY)
+            .keep_alive_while_idle(false)
+            .connect_timeout(connect_timeout)
+    };
+    let Some(tls) = tls else { return Ok(Channel::Tonic(builder(url).connect_lazy())) };
+    let mut http = HttpConnector::new();
+    http.enforce_http(false);
+    http.set_nodelay(true);
+    let https = HttpsConnector::from((http, tls));
+    // tonic refuses `https` if another crate of the program enables its own TLS.
+    let plain = endpoint.replacen("https://", "http://", 1);
+    let plain: Uri = plain.parse().map_err(|error| invalid(&error))?;
+    let endpoint = builder(plain).origin(url.clone());
+    let connector = https.map_request(move |_: Uri| url.clone());
+    Ok(Channel::Tonic(endpoint.connect_with_connector_lazy(connector)))
 }

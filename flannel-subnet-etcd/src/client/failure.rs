@@ -2,6 +2,7 @@
 
 use etcd_client::Error;
 use flannel_core::subnet::StoreFailure;
+use flannel_tls::Refusal;
 use tonic::Code;
 
 use crate::options::EtcdOptions;
@@ -15,6 +16,8 @@ pub(crate) struct Failure {
     /// The cause, as far as an operator can remove it.
     pub(crate) cause: StoreFailure,
     meaning: Option<Meaning>,
+    /// The refused side of TLS.
+    refusal: Option<Refusal>,
 }
 
 /// When another attempt may succeed.
@@ -91,7 +94,7 @@ impl Failure {
             Some(Meaning::NoSpace) => StoreFailure::QuotaExceeded,
             _ => StoreFailure::of_tls(&text),
         };
-        Self { retry, text, cause, meaning }
+        Self { retry, text, cause, meaning, refusal: None }
     }
 
     /// etcd canceled a watch. It wraps the status of a refusal into the reason.
@@ -108,7 +111,12 @@ impl Failure {
         self.retry == Retry::Later && self.meaning == Some(Meaning::ConnectionClosed)
     }
 
-    /// Adds the user and the required permission.
+    /// Endpoint and node do not accept each other. `text` is the text of the error.
+    fn of_tls(refusal: Refusal, text: impl Into<String>) -> Self {
+        Self { refusal: Some(refusal), ..Self::new(Retry::OtherEndpoint, text) }
+    }
+
+    /// Adds the user and the required permission, or the TLS file to look at.
     pub(crate) fn explained(mut self, key: &str, options: &EtcdOptions) -> Self {
         let user = match &options.username {
             Some(user) => format!("the user {user:?}"),
@@ -130,6 +138,17 @@ impl Failure {
             }
             _ => {}
         }
+        let file = match &self.refusal {
+            Some(Refusal::Server(_)) => options.ca.as_ref().map(|ca| format!("the cafile is {ca}")),
+            Some(Refusal::Client(_)) => {
+                options.certificate.as_ref().map(|file| format!("the certfile is {file}"))
+            }
+            _ => None,
+        };
+        if let Some(refusal) = &self.refusal {
+            let file = file.map(|file| format!("; {file}")).unwrap_or_default();
+            self.text = format!("{refusal}{file}: {}", self.text);
+        }
         self
     }
 }
@@ -138,20 +157,11 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match &error {
             Error::GRpcStatus(status) => {
-                let Causes { chain, innermost } = causes(status);
-                if let Some(text) = certificate_failure(&chain) {
-                    return Self::new(Retry::OtherEndpoint, text);
+                let innermost = innermost(status);
+                match Refusal::find(status).or_else(|| Refusal::find_in_text(&innermost)) {
+                    Some(refusal) => Self::of_tls(refusal, innermost),
+                    None => Self::new(retry(status.code(), status.message()), innermost),
                 }
-                Self::new(retry(status.code(), status.message()), innermost)
-            }
-            Error::TransportError(error) => {
-                // Nothing was sent, because the client refuses our certificate or its key.
-                let Causes { chain, innermost } = causes(error);
-                if chain.contains("KeyMismatch") {
-                    let text = format!("the key does not belong to the certificate: {innermost}");
-                    return Self::never(text);
-                }
-                Self::never(innermost)
             }
             Error::InvalidArgs(_) | Error::InvalidUri(_) => Self::never(error.to_string()),
             _ => Self::later(error.to_string()),
@@ -184,59 +194,15 @@ fn retry(code: Code, message: &str) -> Retry {
     }
 }
 
-/// The causes of an error.
-struct Causes {
-    /// All causes, from the outermost to the innermost.
-    chain: String,
-    innermost: String,
-}
-
-fn causes(error: &(dyn std::error::Error + 'static)) -> Causes {
-    let status = error.downcast_ref::<tonic::Status>();
-    let mut innermost =
-        status.map_or_else(|| error.to_string(), |status| status.message().to_owned());
-    let mut chain = innermost.clone();
-    let mut next = error.source();
+/// The innermost cause of an error.
+fn innermost(status: &tonic::Status) -> String {
+    let mut innermost = status.message().to_owned();
+    let mut next = std::error::Error::source(status);
     while let Some(cause) = next {
         innermost = cause.to_string();
-        chain = format!("{chain}: {innermost}");
         next = cause.source();
     }
-    Causes { chain, innermost }
-}
-
-/// The text of a TLS error, with an explanation that names the refused certificate. `None` if the
-/// causes have no TLS error.
-fn certificate_failure(chain: &str) -> Option<String> {
-    let text_from = |begin: &str| chain.find(begin).map(|at| &chain[at..]);
-    if let Some(text) = text_from("invalid peer certificate") {
-        let explanations = [
-            (
-                "UnknownIssuer",
-                "it has a certificate of a CA that this node does not trust (check the cafile)",
-            ),
-            ("xpired", "its certificate has expired, or the clock of this node is wrong"),
-            (
-                "not valid yet",
-                "its certificate is not valid yet, or the clock of this node is wrong",
-            ),
-            ("not valid for name", "its certificate is for another name"),
-        ];
-        let found = explanations.iter().find(|(word, _)| text.contains(word)).map(|(_, why)| *why);
-        return Some(format!("{}: {text}", found.unwrap_or("its certificate is not accepted")));
-    }
-    if let Some(text) = text_from("received fatal alert") {
-        let explanation = if text.contains("xpired") {
-            "it reports that our certificate has expired"
-        } else if text.contains("ertificateRequired") {
-            "it requires a client certificate, and none is set (certfile and keyfile)"
-        } else {
-            "it does not accept our certificate, or our version of TLS"
-        };
-        return Some(format!("{explanation}: {text}"));
-    }
-    text_from("InvalidContentType")
-        .map(|text| format!("it does not use TLS; http:// may be the right scheme: {text}"))
+    innermost
 }
 
 /// Whether etcd answered with an error that contains `text`. etcd uses the gRPC code of such an
@@ -277,26 +243,6 @@ mod tests {
             assert_eq!(failure.retry, expected, "{message}");
             assert_eq!(failure.text, message);
         }
-    }
-
-    #[test]
-    fn certificate_failures_name_the_certificate() {
-        for (chain, says) in [
-            ("tcp: invalid peer certificate: UnknownIssuer", "a CA that this node does not trust"),
-            ("invalid peer certificate: Expired", "has expired"),
-            ("invalid peer certificate: certificate not valid for name \"a\"", "another name"),
-            (
-                "invalid peer certificate: certificate not valid yet: verification time",
-                "the clock of this node is wrong",
-            ),
-            ("received fatal alert: CertificateRequired", "requires a client certificate"),
-            ("received fatal alert: BadCertificate", "does not accept our certificate"),
-            ("received corrupt message of type InvalidContentType", "http://"),
-        ] {
-            let text = certificate_failure(chain).unwrap();
-            assert!(text.contains(says), "{text}");
-        }
-        assert_eq!(certificate_failure("tcp connect error: Connection refused"), None);
     }
 
     #[test]

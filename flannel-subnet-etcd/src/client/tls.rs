@@ -6,9 +6,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use etcd_client::{Certificate, Identity, TlsOptions};
 use flannel_core::Credential;
 use flannel_core::runtime::{blocking, lock};
+use flannel_tls::{Identity, Pem, Trust, client_config};
+use rustls::ClientConfig;
 use tokio::time::timeout;
 
 use crate::options::EtcdOptions;
@@ -40,12 +41,12 @@ impl FileVersion {
     }
 }
 
-/// The TLS options that were read from the files.
+/// The configuration of TLS that was read from the files.
 pub(crate) struct TlsContent {
     /// The versions of the files before they were read. `None` stands for a missing file.
     pub(crate) versions: Vec<Option<FileVersion>>,
-    /// The options, or why the files cannot be used.
-    pub(crate) options: Result<TlsOptions, String>,
+    /// The configuration, or why the files cannot be used.
+    pub(crate) config: Result<Arc<ClientConfig>, String>,
 }
 
 /// The TLS files of a registry.
@@ -61,10 +62,10 @@ impl TlsFiles {
     /// Reads the files.
     ///
     /// # Errors
-    /// A file cannot be read, or has no certificate or key.
+    /// A file cannot be read, or its certificate or key cannot be used.
     pub(crate) fn open(options: &EtcdOptions) -> Result<Self, String> {
         let versions = versions(options);
-        let content = TlsContent { versions, options: Ok(read(options)?) };
+        let content = TlsContent { versions, config: Ok(read(options)?) };
         Ok(Self {
             options: options.clone(),
             known: Mutex::new(Arc::new(content)),
@@ -91,8 +92,8 @@ impl TlsFiles {
     fn refresh(&self) {
         let versions = versions(&self.options);
         let known = Arc::clone(&lock(&self.known));
-        if known.versions != versions || known.options.is_err() {
-            let content = TlsContent { versions, options: read(&self.options) };
+        if known.versions != versions || known.config.is_err() {
+            let content = TlsContent { versions, config: read(&self.options) };
             *lock(&self.known) = Arc::new(content);
         }
     }
@@ -107,39 +108,29 @@ fn versions(options: &EtcdOptions) -> Vec<Option<FileVersion>> {
         .collect()
 }
 
-/// Reads the credentials. rustls supports TLS 1.2 and 1.3 only.
-fn read(options: &EtcdOptions) -> Result<TlsOptions, String> {
-    let mut tls = match &options.ca {
-        Some(ca) => TlsOptions::new().ca_certificate(Certificate::from_pem(read_certificate(ca)?)),
-        None => TlsOptions::new().with_native_roots(),
+/// Reads the credentials.
+fn read(options: &EtcdOptions) -> Result<Arc<ClientConfig>, String> {
+    let trust = match &options.ca {
+        Some(ca) => Trust::of(&pem(ca, "cafile")?).map_err(|error| error.to_string())?,
+        None => Trust::System,
     };
-    if let (Some(certificate), Some(key)) = (&options.certificate, &options.key) {
-        let certificate = read_certificate(certificate)?;
-        let key = read_pem(key, "PRIVATE KEY", "key")?;
-        tls = tls.identity(Identity::from_pem(certificate, key));
-    }
-    Ok(tls)
+    let identity = match (&options.certificate, &options.key) {
+        (Some(certificate), Some(key)) => {
+            let (certificate, key) = (pem(certificate, "certfile")?, pem(key, "keyfile")?);
+            Some(Identity::of(&certificate, &key).map_err(|error| error.to_string())?)
+        }
+        _ => None,
+    };
+    let mut config = client_config(trust, identity.as_ref()).map_err(|error| error.to_string())?;
+    config.alpn_protocols.push(b"h2".to_vec());
+    Ok(Arc::new(config))
 }
 
-fn read_certificate(credential: &Credential) -> Result<Vec<u8>, String> {
-    read_pem(credential, "CERTIFICATE", "certificate")
-}
-
-/// Reads a credential that has a PEM section with this label, which is a `kind`.
-fn read_pem(credential: &Credential, label: &str, kind: &str) -> Result<Vec<u8>, String> {
-    let pem = credential.read().map_err(|error| format!("cannot read {credential}: {error}"))?;
-    if has_section(&pem, label) {
-        return Ok(pem);
+/// The text of a credential. `option` is Go flannel's name of the option.
+fn pem(credential: &Credential, option: &str) -> Result<Pem, String> {
+    let name = format!("{option} {credential}");
+    match credential.read() {
+        Ok(text) => Ok(Pem { name, text }),
+        Err(error) => Err(format!("{name}: {error}")),
     }
-    match credential {
-        Credential::File(path) => Err(format!("{} contains no PEM {kind}", path.display())),
-        Credential::Value(_) => Err(format!("a value contains no PEM {kind}")),
-    }
-}
-
-/// Whether a PEM text has a section whose name contains `name`.
-fn has_section(pem: &[u8], name: &str) -> bool {
-    String::from_utf8_lossy(pem)
-        .lines()
-        .any(|line| line.starts_with("-----BEGIN") && line.contains(name))
 }

@@ -13,6 +13,7 @@ use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, KeyPair};
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
@@ -103,9 +104,68 @@ async fn a_member_that_requires_certificates_accepts_only_valid_ones() {
     EtcdRegistry::new(with_certificate(ours(), &good)).unwrap().list().await.unwrap();
     refused(ours(), &[&etcd.endpoint, "certificate"]).await;
     let expired = authority.sign_into(dir.path(), "expired", 2020);
-    refused(with_certificate(ours(), &expired), &[&etcd.endpoint, "our certificate"]).await;
+    let says = [&*etcd.endpoint, "our client certificate", expired.certificate.to_str().unwrap()];
+    refused(with_certificate(ours(), &expired), &says).await;
     let strange = stranger.sign_into(dir.path(), "strange", 2090);
-    refused(with_certificate(ours(), &strange), &[&etcd.endpoint, "our certificate"]).await;
+    let says = [&*etcd.endpoint, "our client certificate", strange.certificate.to_str().unwrap()];
+    refused(with_certificate(ours(), &strange), &says).await;
+}
+
+/// Writes a CA's certificate for this machine, which has signed itself, and its key to files.
+fn self_signed(dir: &Path, name: &str) -> Certified {
+    let mut params = CertificateParams::new(vec!["127.0.0.1".into()]).unwrap();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let key = KeyPair::generate().unwrap();
+    let files = Certified {
+        certificate: dir.join(format!("{name}.pem")),
+        key: dir.join(format!("{name}-key.pem")),
+    };
+    fs::write(&files.certificate, params.self_signed(&key).unwrap().pem()).unwrap();
+    fs::write(&files.key, key.serialize_pem()).unwrap();
+    files
+}
+
+/// As `openssl req -x509` makes it, which sets `CA:TRUE`.
+#[tokio::test]
+async fn a_self_signed_certificate_may_be_its_own_ca_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let own = self_signed(dir.path(), "own");
+    let etcd = tls_member(&own, None);
+    let registry = EtcdRegistry::new(trusting(&etcd, &own.certificate)).unwrap();
+    within(30, "an answer", registry.list()).await.unwrap();
+    let other = self_signed(dir.path(), "other");
+    let says = [&etcd.endpoint, "in the CA file", other.certificate.to_str().unwrap()];
+    refused(trusting(&etcd, &other.certificate), &says).await;
+}
+
+/// etcd is written in Go, and accepts it.
+#[tokio::test]
+async fn a_client_certificate_may_be_x509_v1() {
+    use test_support::v1_certificate::{CA, CLIENT, KEY};
+    let dir = tempfile::tempdir().unwrap();
+    let authority = Authority::new(dir.path(), "ca");
+    let server = authority.sign_into(dir.path(), "server", 2090);
+    let clients = Authority::new(dir.path(), "clients");
+    fs::write(&clients.file, CA).unwrap();
+    let etcd = tls_member(&server, Some(&clients));
+    let client =
+        Certified { certificate: dir.path().join("v1.pem"), key: dir.path().join("v1-key.pem") };
+    fs::write(&client.certificate, CLIENT).unwrap();
+    fs::write(&client.key, KEY).unwrap();
+    let options = with_certificate(trusting(&etcd, &authority.file), &client);
+    let registry = EtcdRegistry::new(options.clone()).unwrap();
+    within(30, "an answer", registry.list()).await.unwrap();
+
+    // An error is about this file, not about the server.
+    fs::write(&client.key, authority.sign("other", 2090).1).unwrap();
+    let error = EtcdRegistry::new(options).unwrap_err().to_string();
+    let [key, certificate] = [&client.key, &client.certificate].map(|file| file.display());
+    let says = format!(
+        "the key in keyfile {key} does not belong to the client certificate in certfile \
+         {certificate}"
+    );
+    assert!(error.contains(&says), "{error}");
 }
 
 #[tokio::test]
