@@ -4,8 +4,10 @@
 //! for the status of the store.
 
 mod connection;
+mod exec;
 pub(crate) mod kubeconfig;
 pub(crate) mod pause;
+mod proxy;
 mod tls;
 
 use std::sync::{Mutex, MutexGuard};
@@ -18,6 +20,7 @@ use flannel_core::runtime::lock;
 use flannel_core::subnet::{
     Confirmed, LastError, StoreFailure, StoreKind, StoreReason, StoreStatus,
 };
+use flannel_tls::Refusal;
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming as Body;
@@ -105,6 +108,8 @@ pub(crate) struct Api {
     name: String,
     source: Source,
     current: Mutex<Current>,
+    /// Held while credentials are read again, so that a plugin runs once for all requests.
+    renewing: tokio::sync::Mutex<()>,
     stats: Mutex<StoreStatus>,
 }
 
@@ -132,6 +137,7 @@ impl Api {
             reason: reason.into(),
         };
         let connection = source.connection().await.map_err(refused)?;
+        connection.warn_if_insecure();
         let url = connection.url();
         let name = format!("kube:{url}");
         let kind = StoreKind::Kubernetes { url };
@@ -140,6 +146,7 @@ impl Api {
             name,
             source,
             current: Mutex::new(Current { connection, generation: 0 }),
+            renewing: tokio::sync::Mutex::default(),
             stats: Mutex::new(stats),
         })
     }
@@ -222,6 +229,14 @@ impl Api {
     /// Sends one request and returns the head of a successful answer.
     pub(crate) async fn send(&self, call: &Call) -> Result<Response<Body>, Failure> {
         let mut current = self.current();
+        if current.connection.has_expired()
+            && let Err(why) = self.renew(&mut current).await
+        {
+            let text = format!("the credentials have expired, and cannot be read again: {why}");
+            let failure = Failure::Failed(text.into());
+            self.failed(call.verb, &failure);
+            return Err(failure);
+        }
         let mut outcome = self.try_send(&current.connection, call).await;
         if let Err(Failure::Refused(reason)) = &outcome {
             outcome = match self.renew(&mut current).await {
@@ -247,6 +262,7 @@ impl Api {
 
     /// Reads credentials and certificates again, unless another request has just done so.
     async fn renew(&self, used: &mut Current) -> Result<(), String> {
+        let _renewing = self.renewing.lock().await;
         let now = self.current();
         if now.generation != used.generation {
             *used = now;
@@ -323,27 +339,27 @@ fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
     let of_time = StoreFailure::of_tls(&reason);
     let refused = |text, failure| Failure::Refused(StoreReason::new(text, failure));
     match cause {
-        Cause::ServerCertificate => {
+        Cause::Tls(refusal @ Refusal::Server(_)) => {
             let text = format!(
-                "the API server's certificate is not accepted ({reason}): expected one that the CA \
-                 of the kubeconfig or of the service account has signed for this address"
+                "the API server's certificate is not accepted ({reason}): {refusal}; expected one \
+                 that the CA of the kubeconfig or of the service account has signed for this address"
             );
             let is_of_time = of_time == StoreFailure::CertificateTime;
             refused(text, if is_of_time { of_time } else { StoreFailure::ServerCertificate })
         }
-        Cause::ClientCertificate => {
+        Cause::Tls(Refusal::Client(_)) => {
             let text = format!(
                 "this node is not accepted as a client ({reason}): expected a valid client \
                  certificate"
             );
             refused(text, of_time)
         }
-        Cause::Handshake => {
-            let text = format!(
-                "the API server, or a proxy before it, aborts the TLS handshake for a reason other \
-                 than a certificate ({reason}): expected a server with TLS 1.3, or 1.2 with ECDHE, \
-                 under this name; in TLS 1.2 a missing client certificate has the same effect"
-            );
+        Cause::Tls(refusal @ Refusal::NotTls) => {
+            let text = format!("the API server does not answer: {refusal} ({reason})");
+            Failure::Failed(StoreReason::new(text, of_time))
+        }
+        Cause::Tls(refusal) => {
+            let text = format!("the API server, or a proxy before it: {refusal} ({reason})");
             refused(text, of_time)
         }
         Cause::Token(path) => {

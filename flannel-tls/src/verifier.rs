@@ -58,14 +58,14 @@ pub(crate) fn verifier(
     let algorithms = provider.signature_verification_algorithms;
     let trusted: Vec<CertificateDer<'static>> = match trust {
         Trust::Anyone => return Ok(Arc::new(AcceptsAnyone(algorithms))),
-        Trust::System => rustls_native_certs::load_native_certs().certs,
+        Trust::System => match rustls_native_certs::load_native_certs().certs {
+            none if none.is_empty() => return Err(Error::NoSystemCas),
+            certificates => certificates,
+        },
         Trust::Certificates(certificates) => {
             certificates.into_iter().map(CertificateDer::from).collect()
         }
     };
-    if trusted.is_empty() {
-        return Err(Error::NoSystemCas);
-    }
     let mut roots = RootCertStore::empty();
     // A certificate that cannot be an anchor may still be the server's own.
     roots.add_parsable_certificates(trusted.iter().cloned());

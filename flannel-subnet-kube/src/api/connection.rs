@@ -3,10 +3,12 @@
 //! A token in a file is read for each request, so that the latest one is used.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use base64::Engine;
 use bytes::Bytes;
 use flannel_core::Credential;
+use flannel_tls::Refusal;
 use http::{HeaderValue, Request, Response, Uri, header};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -16,14 +18,15 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use kube::Config;
 use kube::config::AuthInfo;
-use rustls::AlertDescription;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use secrecy::ExposeSecret;
 
 use super::chain;
+use super::exec;
 use super::kubeconfig::from_kubeconfig;
-use super::tls::tls;
+use super::proxy::Route;
+use super::tls::{Client as ClientCertificate, tls};
 
 /// The time without data after which TCP checks the connection.
 const KEEPALIVE: Duration = Duration::from_secs(30);
@@ -32,8 +35,7 @@ const CONNECT: Duration = Duration::from_secs(5);
 
 /// The configuration of connections.
 ///
-/// **Source**: client-go `clientcmd.BuildConfigFromFlags`. Unlike client-go, it uses no proxy, not
-/// even a proxy of the environment, and runs no credential program.
+/// **Source**: client-go `clientcmd.BuildConfigFromFlags`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Source {
     /// The URL of the API server, instead of the URL in the kubeconfig.
@@ -50,18 +52,25 @@ pub(crate) struct Source {
 #[derive(Clone)]
 pub(crate) struct Connection {
     base: Uri,
-    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
-    token: Option<Token>,
+    client: Client<HttpsConnector<Route>, Full<Bytes>>,
+    authorization: Option<Authorization>,
+    /// How messages call the client certificate, or `None` if there is none.
+    certificate: Option<String>,
+    /// When the credentials of a plugin expire.
+    expires: Option<SystemTime>,
+    /// The server's certificate is not verified.
+    is_insecure: bool,
 }
 
+/// The value of the header `Authorization`, or the file with its token.
 #[derive(Clone)]
-enum Token {
+enum Authorization {
     Fixed(HeaderValue),
     File(PathBuf),
 }
 
 impl Source {
-    /// Makes a client. All files are read again.
+    /// Makes a client. All files are read again, and a credential plugin runs.
     ///
     /// # Errors
     /// The file or option, and the reason.
@@ -70,16 +79,24 @@ impl Source {
     /// Reads a few files.
     pub(crate) async fn connection(&self) -> Result<Connection, String> {
         let config = self.config().await?;
-        let token = match &self.token {
-            Some(given) => Some(Token::of(given)?),
-            None => token(&config.auth_info)?,
+        let mut certificate = ClientCertificate::of_user(&config)?;
+        let mut expires = None;
+        let mut authorization = match &self.token {
+            Some(given) => Some(Authorization::of(given)?),
+            None => authorization(&config.auth_info)?,
         };
-        let mut http = HttpConnector::new();
-        http.enforce_http(false);
-        http.set_nodelay(true);
-        http.set_keepalive(Some(KEEPALIVE));
-        http.set_connect_timeout(Some(CONNECT));
-        let https = HttpsConnectorBuilder::new().with_tls_config(tls(&config)?).https_or_http();
+        if let Some(exec) = &config.auth_info.exec
+            && authorization.is_none()
+        {
+            let printed = exec::credentials(exec)
+                .await
+                .map_err(|error| format!("its user's credential plugin (exec): {error}"))?;
+            authorization = printed.authorization.map(Authorization::Fixed);
+            certificate = printed.client.or(certificate);
+            expires = printed.expires;
+        }
+        let tls = tls(&config, certificate.as_ref())?;
+        let https = HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http();
         let https = match &config.tls_server_name {
             Some(name) => {
                 let parsed = name
@@ -90,9 +107,18 @@ impl Source {
             }
             None => https,
         };
-        let connector = https.enable_http1().wrap_connector(http);
-        let client = Client::builder(TokioExecutor::new()).build(connector);
-        Ok(Connection { base: config.cluster_url, client, token })
+        let variable = |name: &str| std::env::var(name).ok();
+        let given = config.proxy_url.as_ref();
+        let route = Route::new(tcp(), &config.cluster_url, given, variable)?;
+        let connector = https.enable_http1().wrap_connector(route);
+        Ok(Connection {
+            base: config.cluster_url,
+            client: Client::builder(TokioExecutor::new()).build(connector),
+            authorization,
+            certificate: certificate.map(|client| client.name),
+            expires,
+            is_insecure: config.accept_invalid_certs,
+        })
     }
 
     /// The address of the API server and the credentials.
@@ -122,20 +148,29 @@ impl Source {
         }
         if let Some(ca) = &self.ca {
             config.root_cert = Some(certificates(ca)?);
+            config.accept_invalid_certs = false;
         }
         Ok(config)
     }
 }
 
-impl Token {
+/// A connector for TCP.
+fn tcp() -> HttpConnector {
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    tcp.set_nodelay(true);
+    tcp.set_keepalive(Some(KEEPALIVE));
+    tcp.set_connect_timeout(Some(CONNECT));
+    tcp
+}
+
+impl Authorization {
     fn of(given: &Credential) -> Result<Self, String> {
         match given {
             Credential::File(path) => Ok(Self::File(path.clone())),
             Credential::Value(token) => {
                 let token = String::from_utf8_lossy(token.expose());
-                authorization(&token)
-                    .map(Self::Fixed)
-                    .map_err(|error| format!("the token: {error}"))
+                bearer(&token).map(Self::Fixed).map_err(|error| format!("the token: {error}"))
             }
         }
     }
@@ -154,36 +189,49 @@ fn certificates(ca: &Credential) -> Result<Vec<Vec<u8>>, String> {
     Ok(all)
 }
 
-fn token(user: &AuthInfo) -> Result<Option<Token>, String> {
-    if let Some(path) = &user.token_file {
-        return Ok(Some(Token::File(path.into())));
+/// The token or the password of a user.
+fn authorization(user: &AuthInfo) -> Result<Option<Authorization>, String> {
+    let token_file = user.token_file.as_ref().map(|path| Authorization::File(path.into()));
+    let token = match (&user.token, token_file) {
+        (_, Some(file)) => Some(file),
+        (Some(token), None) => match bearer(token.expose_secret()) {
+            Ok(value) => Some(Authorization::Fixed(value)),
+            Err(error) => return Err(format!("its user's token: {error}")),
+        },
+        (None, None) => None,
+    };
+    let Some(name) = &user.username else { return Ok(token) };
+    if token.is_some() {
+        return Err("its user has a username and a token: expected only one of them".to_owned());
     }
-    let Some(token) = &user.token else { return Ok(None) };
-    match authorization(token.expose_secret()) {
-        Ok(value) => Ok(Some(Token::Fixed(value))),
-        Err(error) => Err(format!("its user's token: {error}")),
-    }
+    let password = user.password.as_ref().map(ExposeSecret::expose_secret).unwrap_or_default();
+    let encoded = base64::engine::general_purpose::STANDARD.encode(format!("{name}:{password}"));
+    Ok(Some(Authorization::Fixed(header_value(format!("Basic {encoded}"))?)))
 }
 
-/// The value of the header `Authorization`.
-fn authorization(token: &str) -> Result<HeaderValue, String> {
+/// The value of the header `Authorization` for a token.
+pub(super) fn bearer(token: &str) -> Result<HeaderValue, String> {
     let token = token.trim();
     if token.is_empty() {
         return Err("it is empty".to_owned());
     }
-    let mut value = HeaderValue::try_from(format!("Bearer {token}"))
+    header_value(format!("Bearer {token}"))
+}
+
+fn header_value(text: String) -> Result<HeaderValue, String> {
+    let mut value = HeaderValue::try_from(text)
         .map_err(|_| "it contains characters that a token cannot have".to_owned())?;
     value.set_sensitive(true);
     Ok(value)
 }
 
-impl Token {
-    fn authorization(&self) -> Result<HeaderValue, Unsent> {
+impl Authorization {
+    fn value(&self) -> Result<HeaderValue, Unsent> {
         match self {
             Self::Fixed(value) => Ok(value.clone()),
             Self::File(path) => std::fs::read_to_string(path)
                 .map_err(|error| error.to_string())
-                .and_then(|text| authorization(&text))
+                .and_then(|text| bearer(&text))
                 .map_err(|error| {
                     let path = path.display().to_string();
                     let reason = format!("the token {path}: {error}");
@@ -199,6 +247,22 @@ impl Connection {
         self.base.to_string().trim_end_matches('/').to_owned()
     }
 
+    /// Whether the credentials have expired.
+    pub(crate) fn has_expired(&self) -> bool {
+        self.expires.is_some_and(|expires| expires <= SystemTime::now())
+    }
+
+    /// Warns if the server's certificate is not verified.
+    pub(crate) fn warn_if_insecure(&self) {
+        if self.is_insecure {
+            tracing::warn!(
+                server = self.url(),
+                "insecure-skip-tls-verify: the certificate of the API server is not verified, so \
+                 whoever answers in its place gets the credentials of this node"
+            );
+        }
+    }
+
     /// Sends a request for a path of the API.
     ///
     /// # Errors
@@ -211,16 +275,20 @@ impl Connection {
         *request.uri_mut() = format!("{}{}", self.url(), request.uri())
             .parse::<Uri>()
             .map_err(|error| other(error.to_string()))?;
-        if let Some(token) = &self.token {
-            let value = token.authorization()?;
-            request.headers_mut().insert(header::AUTHORIZATION, value);
+        if let Some(authorization) = &self.authorization {
+            request.headers_mut().insert(header::AUTHORIZATION, authorization.value()?);
         }
         let agent = HeaderValue::from_static(concat!("flanneld/", env!("CARGO_PKG_VERSION")));
         request.headers_mut().insert(header::USER_AGENT, agent);
-        self.client
-            .request(request)
-            .await
-            .map_err(|error| Unsent { reason: chain(&error), cause: Cause::of(&error) })
+        self.client.request(request).await.map_err(|error| {
+            let mut reason = chain(&error);
+            let refusal = Refusal::find(&error);
+            let may_be_ours = matches!(refusal, Some(Refusal::Client(_) | Refusal::Handshake(_)));
+            if let Some(certificate) = self.certificate.as_ref().filter(|_| may_be_ours) {
+                reason = format!("{reason}; this node has {certificate}");
+            }
+            Unsent { reason, cause: refusal.map_or(Cause::Other, Cause::Tls) }
+        })
     }
 }
 
@@ -231,59 +299,14 @@ pub(crate) struct Unsent {
     pub(crate) cause: Cause,
 }
 
-/// The certificate or handshake that caused the failure, if any.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What caused the failure, as far as it is known.
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Cause {
     /// The token in this file cannot be read.
     Token(String),
-    /// This node does not accept the server's certificate.
-    ServerCertificate,
-    /// The server, or a proxy, does not accept this node's certificate, or requires one.
-    ClientCertificate,
-    /// The TLS handshake failed for another reason.
-    Handshake,
+    /// This node and the server, or a proxy before it, do not accept each other.
+    Tls(Refusal),
     Other,
-}
-
-impl Cause {
-    fn of(error: &(dyn std::error::Error + 'static)) -> Self {
-        let errors = std::iter::successors(Some(error), |error| {
-            // The error inside an I/O error is not its source.
-            let inner = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
-            inner.map(|inner| inner as _).or_else(|| error.source())
-        });
-        let mut tls_errors = errors.filter_map(|error| error.downcast_ref::<rustls::Error>());
-        match tls_errors.next() {
-            Some(rustls::Error::InvalidCertificate(_)) => Self::ServerCertificate,
-            Some(rustls::Error::AlertReceived(alert)) => Self::of_alert(*alert),
-            _ => Self::Other,
-        }
-    }
-
-    /// The cause that the server's alert reports.
-    fn of_alert(alert: AlertDescription) -> Self {
-        match alert {
-            AlertDescription::AccessDenied
-            | AlertDescription::BadCertificate
-            | AlertDescription::CertificateExpired
-            | AlertDescription::CertificateRequired
-            | AlertDescription::CertificateRevoked
-            | AlertDescription::CertificateUnknown
-            | AlertDescription::NoCertificate
-            | AlertDescription::UnknownCA
-            | AlertDescription::UnsupportedCertificate => Self::ClientCertificate,
-            AlertDescription::DecryptError
-            | AlertDescription::HandshakeFailure
-            | AlertDescription::IllegalParameter
-            | AlertDescription::InsufficientSecurity
-            | AlertDescription::MissingExtension
-            | AlertDescription::NoApplicationProtocol
-            | AlertDescription::ProtocolVersion
-            | AlertDescription::UnrecognisedName
-            | AlertDescription::UnsupportedExtension => Self::Handshake,
-            _ => Self::Other,
-        }
-    }
 }
 
 #[cfg(test)]
@@ -292,8 +315,8 @@ mod tests {
 
     #[test]
     fn an_empty_token_is_refused() {
-        let read = |user: &str| token(&serde_json::from_str::<AuthInfo>(user).unwrap());
+        let read = |user: &str| authorization(&serde_json::from_str::<AuthInfo>(user).unwrap());
         assert!(read(r#"{"token": " "}"#).is_err_and(|error| error.contains("token: it is empty")));
-        assert!(matches!(read(r#"{"token": "a"}"#), Ok(Some(Token::Fixed(_)))));
+        assert!(matches!(read(r#"{"token": "a"}"#), Ok(Some(Authorization::Fixed(_)))));
     }
 }

@@ -58,6 +58,7 @@ fn read(path: &Path) -> Result<Kubeconfig, KubeconfigError> {
         let is_empty = |secret: &mut SecretString| secret.expose_secret().is_empty();
         user.token.take_if(is_empty);
         user.client_key_data.take_if(is_empty);
+        user.password.take_if(is_empty);
     }
     Ok(kubeconfig)
 }
@@ -71,32 +72,26 @@ pub(super) async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
         .find(|named| Some(&named.name) == kubeconfig.current_context.as_ref());
     let cluster_name = context.and_then(|named| Some(&named.context.as_ref()?.cluster));
     let cluster = kubeconfig.clusters.iter().find(|named| Some(&named.name) == cluster_name);
-    if cluster.and_then(|named| named.cluster.as_ref()?.proxy_url.as_ref()).is_some() {
-        return Err(
-            "its proxy-url cannot be used: set the URL at which the API server is reached \
-                    directly"
-                .to_owned(),
-        );
-    }
-    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
+    let proxy = cluster.and_then(|named| named.cluster.as_ref()?.proxy_url.clone());
+    let mut config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
         .await
         .map_err(|error| chain(&error))?;
-    let AuthInfo { exec, auth_provider, username, impersonate, .. } = &config.auth_info;
-    let others = [
-        ("exec", exec.is_some()),
-        ("auth-provider", auth_provider.is_some()),
-        ("username", username.is_some()),
-        ("as", impersonate.is_some()),
-    ];
+    config.proxy_url = match proxy {
+        Some(url) => Some(url.parse().map_err(|error| format!("its proxy-url: {error}"))?),
+        None => None,
+    };
+    let AuthInfo { auth_provider, impersonate, .. } = &config.auth_info;
+    let others = [("auth-provider", auth_provider.is_some()), ("as", impersonate.is_some())];
     if let Some((other, _)) = others.iter().find(|(_, given)| *given) {
         return Err(format!(
-            "its user has {other:?}, which cannot be used: expected a token, a tokenFile or a \
-             client certificate"
+            "its user has {other:?}, which cannot be used: expected a token, a tokenFile, a \
+             username, a client certificate or exec"
         ));
     }
-    if config.accept_invalid_certs {
+    if config.accept_invalid_certs && config.root_cert.is_some() {
         return Err(
-            "its insecure-skip-tls-verify cannot be used: expected a certificate-authority"
+            "it has insecure-skip-tls-verify and a certificate-authority: expected only one of \
+             them"
                 .to_owned(),
         );
     }

@@ -117,10 +117,10 @@ fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Op
     if faults.clients.as_ref().is_some_and(|clients| !is_known(clients, client)) {
         return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
     }
-    if let Some(token) = &faults.token {
+    if let Some(expected) = &faults.authorization {
         let given =
             request.headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-        if given != Some(&format!("Bearer {token}")) {
+        if given != Some(expected) {
             return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
         }
     }

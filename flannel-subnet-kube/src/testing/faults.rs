@@ -88,8 +88,8 @@ pub(crate) struct Faults {
     pub(crate) proxy: Option<u16>,
     /// Verbs and resources that the account may not use.
     pub(crate) forbidden: BTreeSet<(String, String)>,
-    /// The only accepted token.
-    pub(crate) token: Option<String>,
+    /// The only accepted header `Authorization`.
+    pub(crate) authorization: Option<String>,
     /// The verifier of the clients' certificates.
     pub(crate) clients: Option<Arc<dyn ClientCertVerifier>>,
     /// Unknown clients are refused in the handshake.
@@ -174,7 +174,12 @@ impl ApiServer {
 
     /// Accepts only this token from now on. Open watches end.
     pub fn expect_token(&self, token: &str) {
-        lock(&self.shared.faults).token = Some(token.to_owned());
+        self.expect_authorization(&format!("Bearer {token}"));
+    }
+
+    /// Accepts only requests with this header `Authorization` from now on. Open watches end.
+    pub fn expect_authorization(&self, value: &str) {
+        lock(&self.shared.faults).authorization = Some(value.to_owned());
         self.cut(Cut::Clean);
     }
 

@@ -48,21 +48,12 @@ async fn manager(fixture: &Fixture, server: &ApiServer, ca: &str, user: &str) ->
 }
 
 async fn manager_at(fixture: &Fixture, url: &str, ca: &str, user: &str) -> KubeManager {
-    let text = format!(
-        "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", \
-         certificate-authority-data: {}, certificate-authority: '', proxy-url: '', \
-         tls-server-name: ''}}}}]\n\
-         contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
-         users: [{{name: u, user: {{{user}}}}}]\n",
-        url,
+    let cluster = format!(
+        "server: \"{url}\", certificate-authority-data: {}, certificate-authority: '', \
+         proxy-url: '', tls-server-name: ''",
         STANDARD.encode(ca)
     );
-    let kubeconfig = fixture.dir.path().join("kubeconfig");
-    std::fs::write(&kubeconfig, text).unwrap();
-    let mut options = fixture.options("me");
-    options.kubeconfig = Some(kubeconfig);
-    options.api_url = None;
-    KubeManager::open(options).await.unwrap()
+    fixture.with_kubeconfig(&cluster, user).await.unwrap()
 }
 
 /// One file has both certificate and key, like the kubelet's.
@@ -93,6 +84,53 @@ async fn a_ca_may_be_a_value() {
     open(&other.cert.pem()).await.unwrap().hints().await.unwrap_err();
     let error = open("nonsense").await.unwrap_err().to_string();
     assert!(error.contains("contains no PEM certificate"), "{error}");
+}
+
+/// Go accepts a server whose certificate is in the CA file: self-signed, as a CA or not, or issued.
+#[tokio::test]
+async fn the_servers_own_certificate_may_be_the_ca() {
+    let fixture = Fixture::new(V4);
+    let mut of_ca = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let of_server = of_ca.clone();
+    of_ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let [key, other_key] = [KeyPair::generate().unwrap(), KeyPair::generate().unwrap()];
+    let self_signed = of_ca.self_signed(&key).unwrap().pem();
+    let issued = of_server.signed_by(&key, &Authority::new().0).unwrap().pem();
+    let other = of_ca.self_signed(&other_key).unwrap().pem();
+    for certificate in [self_signed, issued] {
+        let server = ApiServer::with_tls(&certificate, &key.serialize_pem());
+        server.put_node("me", blank(&["10.1.1.0/24"]));
+        manager(&fixture, &server, &certificate, "").await.hints().await.unwrap();
+        let refused = manager(&fixture, &server, &other, "").await.hints().await.unwrap_err();
+        assert!(refused.to_string().contains("certificate is not accepted"), "{refused}");
+    }
+    // The name is verified all the same.
+    let elsewhere = CertificateParams::new(vec!["192.0.2.9".to_owned()]).unwrap();
+    let elsewhere = elsewhere.self_signed(&key).unwrap().pem();
+    let server = ApiServer::with_tls(&elsewhere, &key.serialize_pem());
+    let refused = manager(&fixture, &server, &elsewhere, "").await.hints().await.unwrap_err();
+    assert!(refused.to_string().contains("its certificate is for another name"), "{refused}");
+}
+
+/// Stock MicroK8s has such certificates. The server judges them.
+#[tokio::test]
+async fn a_client_certificate_may_be_x509_v1() {
+    use test_support::v1_certificate::{CLIENT, KEY};
+    let fixture = Fixture::new(V4);
+    let cluster = format!("server: \"{}\"", fixture.server.url());
+    let with_key = |key: &str| {
+        format!(
+            "client-certificate-data: {}, client-key-data: {}",
+            STANDARD.encode(CLIENT),
+            STANDARD.encode(key)
+        )
+    };
+    fixture.with_kubeconfig(&cluster, &with_key(KEY)).await.unwrap();
+    let other = KeyPair::generate().unwrap().serialize_pem();
+    let error = fixture.with_kubeconfig(&cluster, &with_key(&other)).await.unwrap_err();
+    let says = "the key in client-key-data does not belong to the client certificate in \
+                client-certificate-data";
+    assert!(error.to_string().contains(says), "{error}");
 }
 
 #[tokio::test]
@@ -172,6 +210,8 @@ async fn a_certificate_that_the_handshake_refuses_is_read_again() {
         text.contains("alert") && text.contains("expected ") && text.contains("client certificate"),
         "{text}"
     );
+    let file = fixture.dir.path().join("client.pem");
+    assert!(text.contains(file.to_str().unwrap()), "{text}");
     assert_eq!(server.count(""), 0, "an unknown client sends no request");
     write(&fixture, &clients);
     wait(manager.acquire_lease(&vxlan())).await.unwrap();

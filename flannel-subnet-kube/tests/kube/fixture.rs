@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 use test_support::eventually_async;
 
-use flannel_core::SubnetManager;
 use flannel_core::address::Dual;
 use flannel_core::lease::{LeaseAttrs, Offer, View};
 use flannel_core::subnet::{Loss, Ownership};
+use flannel_core::{Result, SubnetManager};
 use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
@@ -46,6 +46,22 @@ impl Fixture {
         options.api_url = Some(self.server.url());
         options.net_config = self.net_config();
         options
+    }
+
+    /// A manager with a kubeconfig, whose cluster and user have these fields in YAML.
+    pub(crate) async fn with_kubeconfig(&self, cluster: &str, user: &str) -> Result<KubeManager> {
+        let text = format!(
+            "current-context: c\n\
+             clusters: [{{name: c, cluster: {{{cluster}}}}}]\n\
+             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+             users: [{{name: u, user: {{{user}}}}}]\n"
+        );
+        let kubeconfig = self.dir.path().join("kubeconfig");
+        std::fs::write(&kubeconfig, text).unwrap();
+        let mut options = self.options("me");
+        options.kubeconfig = Some(kubeconfig);
+        options.api_url = None;
+        KubeManager::open(options).await
     }
 
     pub(crate) async fn manager(&self, node: &str) -> KubeManager {

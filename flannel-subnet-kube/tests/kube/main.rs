@@ -7,6 +7,8 @@ mod condition;
 mod faults;
 mod fixture;
 mod lease;
+mod plugin;
+mod proxy;
 mod strict;
 mod view;
 mod witness;
