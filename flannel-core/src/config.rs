@@ -2,7 +2,8 @@
 //!
 //! **Source**: flannel `pkg/subnet/config.go: ParseConfig, CheckNetworkConfig`. Different on
 //! purpose:
-//! - The checks run for every store (Go: etcd only).
+//! - The checks run for every store (Go: etcd only). A store that assigns subnets itself ignores the
+//!   fields of the division, as Go does in Kubernetes.
 //! - A missing `Backend` means `vxlan`, as flannel documents (Go: `udp`).
 //! - Further errors are a `SubnetMin` above `SubnetMax`, an IPv4 subnet in `IPv6Network`, and a
 //!   config that enables no family.
@@ -121,6 +122,33 @@ impl Config {
     /// # Ok::<(), flannel_core::json::FieldError>(())
     /// ```
     pub fn parse(text: &str) -> Result<Self, FieldError> {
+        Self::read(text, pod_network)
+    }
+
+    /// Reads a network config for a store that assigns the subnets itself, as Kubernetes does.
+    /// [`Self::division_fields`] are checked for their form only. The division of a network is the
+    /// automatic one. A network without room for it is not divided: it is its only subnet.
+    ///
+    /// # Errors
+    /// The first wrong field.
+    ///
+    /// ```
+    /// let text = r#"{"Network": "10.3.0.0/24", "SubnetLen": 24}"#;
+    /// assert_eq!(flannel_core::Config::parse(text).unwrap_err().field, "SubnetLen");
+    /// let config = flannel_core::Config::parse_undivided(text)?;
+    /// assert_eq!(config.networks.v4.unwrap().network.to_string(), "10.3.0.0/24");
+    /// # Ok::<(), flannel_core::json::FieldError>(())
+    /// ```
+    pub fn parse_undivided(text: &str) -> Result<Self, FieldError> {
+        Self::read(text, undivided)
+    }
+
+    /// The names of the fields that divide the pod networks into subnets.
+    pub fn division_fields() -> impl Iterator<Item = &'static str> {
+        Self::FAMILY_FIELDS.into_iter().flat_map(|[_, division @ ..]| division)
+    }
+
+    fn read(text: &str, pod_network: ReadNetwork) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let [v4, v6] = Self::FAMILY_FIELDS;
         let [enable_v4, enable_v6, nftables, encryption, backend_name] = Self::COMMON_FIELDS;
@@ -174,12 +202,25 @@ impl Config {
     }
 }
 
-fn pod_network(
+/// Reads the fields of a family with these names. The last argument says whether it is enabled.
+type ReadNetwork =
+    fn(&Fields, Family, [&'static str; 4], bool) -> Result<Option<PodNetwork>, FieldError>;
+
+/// The form of the fields of a family.
+struct FamilyFields {
+    /// `None` if the family is disabled.
+    network: Option<Subnet>,
+    len: u64,
+    min: Option<IpAddr>,
+    max: Option<IpAddr>,
+}
+
+fn family_fields(
     fields: &Fields,
     family: Family,
-    [net, len, first, last]: [&str; 4],
+    [net, len, first, last]: [&'static str; 4],
     enabled: bool,
-) -> Result<Option<PodNetwork>, FieldError> {
+) -> Result<FamilyFields, FieldError> {
     let example = match family {
         Family::V4 => "an IPv4 subnet such as \"10.1.0.0/16\"",
         Family::V6 => "an IPv6 subnet such as \"fd00:10::/48\"",
@@ -191,14 +232,14 @@ fn pod_network(
     }
     let network: Option<Subnet> = fields.parsed(net, example)?;
     let expected_len = "a prefix length in bits, 0 for automatic";
-    let given_len: u64 = fields.take(len, expected_len)?.unwrap_or(0);
-    let given_min = bound(fields, [net, first], family)?;
-    let given_max = bound(fields, [net, last], family)?;
+    let len: u64 = fields.take(len, expected_len)?.unwrap_or(0);
+    let min = bound(fields, [net, first], family)?;
+    let max = bound(fields, [net, last], family)?;
     if let Some(other) = network.filter(|n| n.family() != family) {
         return Err(bad_network(&other, example));
     }
     if !enabled {
-        return Ok(None);
+        return Ok(FamilyFields { network: None, len, min, max });
     }
     let Some(network) = network.filter(|n| !n.is_everything()) else {
         let value = network.map_or_else(|| "nothing".to_owned(), |n| n.to_string());
@@ -207,10 +248,24 @@ fn pod_network(
     if network.base().is_loopback() || network.base().is_multicast() {
         return Err(bad_network(&network, &format!("{example}, which hosts may use")));
     }
-    let subnet_len = subnet_len(fields, [net, len], network, given_len)?;
+    Ok(FamilyFields { network: Some(network), len, min, max })
+}
+
+/// A network with its division, as the fields say.
+fn pod_network(
+    fields: &Fields,
+    family: Family,
+    names: [&'static str; 4],
+    enabled: bool,
+) -> Result<Option<PodNetwork>, FieldError> {
+    let [net, len, first, last] = names;
+    let given = family_fields(fields, family, names, enabled)?;
+    let Some(network) = given.network else { return Ok(None) };
+    let subnet_len = subnet_len(fields, [net, len], network, given.len)?;
     let edge = |field: &str, given: Option<IpAddr>, auto: Option<Subnet>| {
         let Some(address) = given else {
-            return auto.ok_or_else(|| bad_network(&network, "a network with room for 4 subnets"));
+            let expected = "a network with room for 4 subnets";
+            return auto.ok_or_else(|| fields.error(net, &network, expected));
         };
         let bad = |expected| Err(fields.error(field, &address, expected));
         match Subnet::new(address, subnet_len).filter(|_| network.contains(address)) {
@@ -223,13 +278,37 @@ fn pod_network(
         }
     };
     let second = Subnet::new(network.base(), subnet_len).and_then(|first| first.step(1));
-    let min = edge(first, given_min, second)?;
-    let max = edge(last, given_max, Subnet::new(network.last(), subnet_len))?;
+    let min = edge(first, given.min, second)?;
+    let max = edge(last, given.max, Subnet::new(network.last(), subnet_len))?;
     if max < min {
         let expected = format!("at least {first} ({})", min.base());
         return Err(fields.error(last, &max.base(), expected));
     }
     Ok(Some(PodNetwork { network, subnet_len, min, max }))
+}
+
+/// A network with the automatic division, or without one.
+fn undivided(
+    fields: &Fields,
+    family: Family,
+    names: [&'static str; 4],
+    enabled: bool,
+) -> Result<Option<PodNetwork>, FieldError> {
+    let given = family_fields(fields, family, names, enabled)?;
+    Ok(given.network.map(|network| automatic(network).unwrap_or_else(|| whole(network))))
+}
+
+/// The automatic division of a network, or `None` if there is no room for it.
+fn automatic(network: Subnet) -> Option<PodNetwork> {
+    let subnet_len = automatic_len(network)?;
+    let min = Subnet::new(network.base(), subnet_len)?.step(1)?;
+    let max = Subnet::new(network.last(), subnet_len)?;
+    Some(PodNetwork { network, subnet_len, min, max })
+}
+
+/// A network that is its only subnet.
+fn whole(network: Subnet) -> PodNetwork {
+    PodNetwork { network, subnet_len: network.len(), min: network, max: network }
 }
 
 /// The first or last subnet in the config. `None` if the field is absent or `0.0.0.0`, as in Go.
@@ -253,20 +332,37 @@ fn subnet_len(
     network: Subnet,
     given: u64,
 ) -> Result<u8, FieldError> {
-    let (usual, longest): (u8, u8) = match network.family() {
-        Family::V4 => (24, 30),
-        Family::V6 => (64, 126),
-    };
     let least = network.len() + 2;
+    let longest = longest_len(network.family());
     match u8::try_from(given) {
-        Ok(0) if least <= longest => Ok(least.max(usual)),
-        Ok(0) => Err(fields.error(net, &network, format!("at most a /{} network", longest - 2))),
+        Ok(0) => automatic_len(network).ok_or_else(|| {
+            fields.error(net, &network, format!("at most a /{} network", longest - 2))
+        }),
         Ok(given) if (least..=longest).contains(&given) => Ok(given),
         _ => {
             let expected = format!("from {least} to {longest} (room for 4 subnets in {network})");
             Err(fields.error(len, &given, expected))
         }
     }
+}
+
+/// The longest prefix length of a node's subnet.
+fn longest_len(family: Family) -> u8 {
+    match family {
+        Family::V4 => 30,
+        Family::V6 => 126,
+    }
+}
+
+/// The prefix length of a node's subnet if the config gives none. `None` if the network is too
+/// small.
+fn automatic_len(network: Subnet) -> Option<u8> {
+    let usual = match network.family() {
+        Family::V4 => 24,
+        Family::V6 => 64,
+    };
+    let least = network.len() + 2;
+    (least <= longest_len(network.family())).then(|| least.max(usual))
 }
 
 fn backend(fields: &Fields, name: &str) -> Result<BackendConfig, FieldError> {
@@ -291,6 +387,51 @@ mod tests {
     }
 
     /// The examples of flannel's own behaviour, checked against the Go code.
+    /// Go runs no checks in Kubernetes.
+    #[test]
+    fn a_store_that_assigns_subnets_ignores_the_division() {
+        let automatic = Config::parse(r#"{"Network":"10.3.0.0/16"}"#).unwrap();
+        for division in [
+            r#""SubnetLen":24"#,
+            r#""SubnetLen":17"#,
+            r#""SubnetLen":31"#,
+            r#""SubnetMin":"192.0.2.1""#,
+            r#""SubnetMin":"10.3.9.0","SubnetMax":"10.3.1.0""#,
+        ] {
+            let text = format!(r#"{{"Network":"10.3.0.0/16",{division}}}"#);
+            assert_eq!(Config::parse_undivided(&text), Ok(automatic.clone()), "{text}");
+        }
+        for (network, more) in [
+            ("10.3.0.0/24", r#","SubnetLen":24"#),
+            ("10.3.0.0/29", ""),
+            ("10.3.0.0/30", ""),
+            ("10.3.0.0/32", ""),
+        ] {
+            let text = format!(r#"{{"Network":"{network}"{more}}}"#);
+            Config::parse(&text).unwrap_err();
+            let config = Config::parse_undivided(&text).unwrap();
+            let pods = config.networks.v4.unwrap();
+            assert_eq!(pods.network.to_string(), network);
+            assert!(pods.subnets() > 0 && pods.network.covers(&pods.min), "{text}");
+            assert_eq!(Config::parse_undivided(&config.to_json()), Ok(config), "{text}");
+        }
+        for (text, field) in [
+            (r#"{"Network":"10.3.0.0/16","SubnetLen":"24"}"#, "SubnetLen"),
+            (r#"{"Network":"10.3.0.0/16","SubnetMin":"fd00::"}"#, "SubnetMin"),
+            (r#"{"SubnetLen":24}"#, "Network"),
+            (r#"{"Network":"127.0.0.0/8"}"#, "Network"),
+        ] {
+            assert_eq!(Config::parse_undivided(text).unwrap_err().field, field, "{text}");
+        }
+        let v6 = r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00::/64",
+            "IPv6SubnetLen":64}"#;
+        Config::parse(v6).unwrap_err();
+        Config::parse_undivided(v6).unwrap();
+        let names: Vec<&str> = Config::division_fields().collect();
+        assert_eq!(names[..3], ["SubnetLen", "SubnetMin", "SubnetMax"]);
+        assert_eq!(names[3..], ["IPv6SubnetLen", "IPv6SubnetMin", "IPv6SubnetMax"]);
+    }
+
     #[test]
     fn defaults_are_those_of_go_flannel() {
         for (network, extra, len, min, max) in [

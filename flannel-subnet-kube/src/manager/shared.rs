@@ -219,7 +219,9 @@ impl Shared {
 fn read_config(path: &Path) -> Result<Config> {
     let location = path.display().to_string();
     match std::fs::read_to_string(path) {
-        Ok(text) => Config::parse(&text).map_err(|source| Error::Config { location, source }),
+        Ok(text) => {
+            Config::parse_undivided(&text).map_err(|source| Error::Config { location, source })
+        }
         Err(error) if error.kind() == ErrorKind::NotFound => Err(Error::NoConfig { location }),
         Err(error) => Err(Error::Store { store: location, source: error.into() }),
     }

@@ -288,6 +288,21 @@ async fn network_config_errors_are_reported_and_networks_do_not_change() {
     assert_eq!(manager.network_config().await.unwrap().networks, config.networks);
 }
 
+/// Go flannel ignores them in Kubernetes.
+#[tokio::test]
+async fn fields_of_the_division_and_small_networks_do_not_stop_a_node() {
+    for (config, cidr) in [
+        (r#"{"Network":"10.1.0.0/16","SubnetLen":30,"SubnetMin":"192.0.2.1"}"#, "10.1.7.0/24"),
+        (r#"{"Network":"10.1.0.0/24","SubnetLen":24}"#, "10.1.0.0/24"),
+        (r#"{"Network":"10.1.0.0/30"}"#, "10.1.0.0/30"),
+    ] {
+        let fixture = Fixture::new(config);
+        fixture.server.put_node("me", blank(&[cidr]));
+        let lease = fixture.manager("me").await.acquire_lease(&vxlan()).await.unwrap();
+        assert_eq!(lease.subnets.to_string(), cidr.replace('/', "-"));
+    }
+}
+
 #[tokio::test]
 async fn a_missing_pod_is_reported() {
     let fixture = Fixture::new(V4);

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::options::ConfigVerb;
 use crate::terminal::{Style, Terminal};
 use crate::{Context, Output};
-use mistakes::Refusal;
+use mistakes::{Parse, Refusal};
 use trial::Trial;
 
 /// Runs a verb of `config`.
@@ -43,12 +43,17 @@ async fn check_verb(context: Context<'_>, file: Option<&Path>) -> Result<Output>
             (registry.config().await?, Some(registry))
         }
     };
-    let mistakes = mistakes_in(&text, backends)?;
+    let in_kubernetes = global.only_kubernetes;
+    let parse = if in_kubernetes { Config::parse_undivided } else { Config::parse };
+    let mistakes = mistakes_in(&text, backends, parse)?;
     if !mistakes.is_empty() {
         return Err(Error::Lines(mistakes));
     }
-    let config = check(&text, backends)?;
+    let config = check(&text, backends, parse)?;
     let mut output = describe(&config, &text, "", terminal);
+    for note in mistakes::undivided(&text.text).iter().filter(|_| in_kubernetes) {
+        output.text += &terminal.field("note", Style::Warning, note);
+    }
     let trial = Trial::of(context.client, &text.text);
     trial.describe(&mut output, terminal);
     output.ok = trial.mistake().is_none();
@@ -67,7 +72,7 @@ async fn check_verb(context: Context<'_>, file: Option<&Path>) -> Result<Output>
 async fn set(context: Context<'_>, file: &Path, force: bool) -> Result<Output> {
     let Context { global, backends, terminal, .. } = context;
     let text = read(file)?;
-    let mut mistakes = mistakes_in(&text, backends)?;
+    let mut mistakes = mistakes_in(&text, backends, Config::parse)?;
     let trial = try_usable(&context, &text.text);
     mistakes.extend(trial.as_ref().and_then(Trial::mistake));
     accept(&mistakes, force)?;
@@ -93,7 +98,7 @@ async fn patch_verb(context: Context<'_>, patch: &str, force: bool) -> Result<Ou
     caused.extend(trial.as_ref().and_then(Trial::mistake));
     let all = [&caused[..], &kept].concat();
     // A patch may leave a mistake that daemons accept, and repair something else.
-    let is_usable = validate(&text, backends).is_ok();
+    let is_usable = validate(&text, backends, Config::parse).is_ok();
     accept(if is_usable { &caused } else { &all }, force)?;
     let new = NewConfig { seen: Some(&seen), text, mistakes: &all };
     let written = write(&*registry, new, backends, terminal).await;
@@ -102,7 +107,7 @@ async fn patch_verb(context: Context<'_>, patch: &str, force: bool) -> Result<Ou
 
 /// The answer of this node about a config, or `None` if the config is not valid.
 fn try_usable(context: &Context<'_>, text: &str) -> Option<Trial> {
-    validate(text, context.backends).ok().map(|_| Trial::of(context.client, text))
+    validate(text, context.backends, Config::parse).ok().map(|_| Trial::of(context.client, text))
 }
 
 /// Adds the answer of this node to an output.
@@ -118,9 +123,9 @@ fn with_trial(output: Result<Output>, trial: Option<Trial>, terminal: &Terminal)
 ///
 /// # Errors
 /// It is not a JSON object.
-fn mistakes_in(text: &ConfigText, backends: &Backends) -> Result<Vec<String>> {
+fn mistakes_in(text: &ConfigText, backends: &Backends, parse: Parse) -> Result<Vec<String>> {
     let place = |mistake: String| format!("{}: {mistake}", text.location);
-    match mistakes::find(&text.text, backends) {
+    match mistakes::find(&text.text, backends, parse) {
         Ok(found) => Ok(found.into_iter().map(place).collect()),
         Err(error) => Err(Error::Refused(place(error))),
     }
@@ -160,7 +165,7 @@ async fn write(
         }
     };
     let used = seen.and_then(|seen| Config::parse(&seen.text).ok());
-    let mut output = match validate(&text.text, backends) {
+    let mut output = match validate(&text.text, backends, Config::parse) {
         Ok(config) => {
             let restart = used.as_ref().is_some_and(|used| used.networks != config.networks);
             let note = if restart {
@@ -261,8 +266,8 @@ fn mistakes_in_patch(
     text: &str,
     backends: &Backends,
 ) -> Result<(Vec<String>, Vec<String>)> {
-    let before = mistakes::find(&seen.text, backends).map_err(Error::Refused)?;
-    let after = mistakes::find(text, backends).map_err(Error::Refused)?;
+    let before = mistakes::find(&seen.text, backends, Config::parse).map_err(Error::Refused)?;
+    let after = mistakes::find(text, backends, Config::parse).map_err(Error::Refused)?;
     let (kept, caused): (Vec<_>, Vec<_>) =
         after.into_iter().partition(|mistake| before.contains(mistake));
     let caused = mistakes::repeated(patch).into_iter().chain(caused);
@@ -318,12 +323,14 @@ fn replaced(there: Option<&RawValue>, patch: Box<RawValue>) -> serde_json::Resul
     serde_json::value::to_raw_value(&object)
 }
 
-/// The network config in a file; `-` is standard input.
+/// The network config in a file, which a daemon in Kubernetes may use; `-` is standard input.
 ///
 /// # Errors
 /// It cannot be read, or is wrong.
 pub(super) fn of_file(file: &Path, backends: &Backends) -> Result<Config> {
-    check(&read(file)?, backends)
+    let text = read(file)?;
+    check(&text, backends, Config::parse)
+        .or_else(|error| check(&text, backends, Config::parse_undivided).map_err(|_| error))
 }
 
 fn read(file: &Path) -> Result<ConfigText> {
@@ -339,14 +346,14 @@ fn read(file: &Path) -> Result<ConfigText> {
 }
 
 /// Checks a config as a daemon does, but not against this node.
-fn check(text: &ConfigText, backends: &Backends) -> Result<Config> {
-    validate(&text.text, backends)
+fn check(text: &ConfigText, backends: &Backends, parse: Parse) -> Result<Config> {
+    validate(&text.text, backends, parse)
         .map_err(|refusal| Error::Refused(format!("{}: {}", text.location, refusal.text)))
 }
 
 /// Checks the config, the backend's options, and whether they suit the enabled families.
-fn validate(text: &str, backends: &Backends) -> std::result::Result<Config, Refusal> {
-    let config = Config::parse(text)?;
+fn validate(text: &str, backends: &Backends, parse: Parse) -> std::result::Result<Config, Refusal> {
+    let config = parse(text)?;
     backends.find(&config.backend.kind)?.validate(&config, None)?;
     Ok(config)
 }
@@ -401,7 +408,7 @@ mod tests {
             text: r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#
                 .into(),
         };
-        let config = check(&text, &flannel_backends::all()).unwrap();
+        let config = check(&text, &flannel_backends::all(), Config::parse).unwrap();
         let done = "written; each daemon uses the changed pod networks from its next start on";
         assert_page("config", |terminal| describe(&config, &text, done, terminal).text);
     }
@@ -573,6 +580,7 @@ mod tests {
         let error = check(
             &seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#)),
             &flannel_backends::all(),
+            Config::parse,
         )
         .unwrap_err()
         .to_string();
@@ -589,7 +597,9 @@ mod tests {
         );
         assert!(accept(&mistakes, true).is_ok() && accept(&[], false).is_ok());
         let text = |text: &str| ConfigText { location: "here".into(), text: text.into() };
-        let error = mistakes_in(&text("[]"), &flannel_backends::all()).unwrap_err().to_string();
+        let error = mistakes_in(&text("[]"), &flannel_backends::all(), Config::parse)
+            .unwrap_err()
+            .to_string();
         assert!(error.starts_with("here: field (document)"), "{error}");
     }
 }

@@ -152,8 +152,9 @@ impl Answers {
     }
 
     async fn try_config(&self, request: &Request) -> Response {
-        let config = Config::parse(&parameter(request, "config").unwrap_or_default());
-        match config {
+        let in_kubernetes = self.observer.snapshot().store_kind().is_kubernetes();
+        let parse = if in_kubernetes { Config::parse_undivided } else { Config::parse };
+        match parse(&parameter(request, "config").unwrap_or_default()) {
             Ok(config) => {
                 let result = self.observer.try_config(config).await;
                 let tried = result.is_some();

@@ -133,7 +133,9 @@ fn parse(text: &str, store: &str) -> Result<Option<Config>, String> {
         tracing::info!(of = %record.store, "the last config of this node is of another store");
         return Ok(None);
     }
+    // The store that had this config may assign subnets itself.
     Config::parse(record.config.get())
+        .or_else(|_| Config::parse_undivided(record.config.get()))
         .map(Some)
         .map_err(|error| format!("config: wrong {}", error.field))
 }

@@ -27,6 +27,9 @@ const UNUSABLE: [(&str, &str); 8] = [
     ("multicast", "ff00::/8"),
 ];
 
+/// How daemons read a config: [`Config::parse`], or [`Config::parse_undivided`] in Kubernetes.
+pub(super) type Parse = fn(&str) -> Result<Config, FieldError>;
+
 /// The names of an object's fields.
 #[derive(Clone, Copy, Default)]
 struct Names<'a> {
@@ -78,11 +81,11 @@ impl From<CoreError> for Refusal {
 ///
 /// # Errors
 /// The text is not a JSON object.
-pub(super) fn find(text: &str, backends: &Backends) -> Result<Vec<String>, String> {
+pub(super) fn find(text: &str, backends: &Backends, parse: Parse) -> Result<Vec<String>, String> {
     let fields = Fields::parse(text, "").map_err(|error| error.to_string())?;
     let objects = objects(text);
-    let known = readable(text, &fields, backends);
-    let refused = refused(text, backends, &objects, &known);
+    let known = readable(text, &fields, backends, parse);
+    let refused = refused(text, backends, parse, &objects, &known);
     let unsuitable = unsuitable(&fields, &refused);
     let mut found: Vec<String> = refused.into_iter().map(|refusal| refusal.text).collect();
     found.extend(unsuitable);
@@ -94,6 +97,21 @@ pub(super) fn find(text: &str, backends: &Backends) -> Result<Vec<String>, Strin
     found.extend(without_effect(&objects.config, of_config, of_backend));
     found.extend(without_effect(&objects.options, of_backend, of_config));
     Ok(found)
+}
+
+/// The fields of a config that have no effect in Kubernetes, each as a note.
+pub(super) fn undivided(text: &str) -> Vec<String> {
+    let has_no_effect = |(name, value): &(String, Box<RawValue>)| {
+        let is_it = |known: &str| known.eq_ignore_ascii_case(name);
+        Config::division_fields().any(is_it).then(|| {
+            format!(
+                "field {name}: {} has no effect in Kubernetes, where the subnet of a node is its \
+                 PodCIDR",
+                shown(value)
+            )
+        })
+    };
+    objects(text).config.0.iter().filter_map(has_no_effect).collect()
 }
 
 /// The fields of a config or a patch that a later field of the same name replaces.
@@ -120,10 +138,11 @@ fn readable<'a>(
     text: &str,
     fields: &Fields,
     backends: &'a Backends,
+    parse: Parse,
 ) -> Result<KnownConfig<'a>, Refusal> {
-    let config = Config::parse(text).or_else(|_| {
+    let config = parse(text).or_else(|_| {
         let backend = fields.raw("Backend").map(|raw| format!(r#","Backend":{}"#, raw.get()));
-        Config::parse(&format!(r#"{{"Network":"10.0.0.0/8"{}}}"#, backend.unwrap_or_default()))
+        parse(&format!(r#"{{"Network":"10.0.0.0/8"{}}}"#, backend.unwrap_or_default()))
     })?;
     let backend = backends.find(&config.backend.kind)?;
     Ok(KnownConfig { config, backend })
@@ -134,17 +153,19 @@ fn readable<'a>(
 fn refused(
     text: &str,
     backends: &Backends,
+    parse: Parse,
     objects: &Objects,
     known: &Result<KnownConfig<'_>, Refusal>,
 ) -> Vec<Refusal> {
-    let Err(first) = validate(text, backends) else { return Vec::new() };
+    let Err(first) = validate(text, backends, parse) else { return Vec::new() };
     let mut found = vec![first];
     let mut add = |refusal: Refusal| {
         if !found.iter().any(|known| known.text == refusal.text) {
             found.push(refusal);
         }
     };
-    objects.config.0.iter().filter_map(|(name, value)| wrong_alone(name, value)).for_each(&mut add);
+    let members = objects.config.0.iter();
+    members.filter_map(|(name, value)| wrong_alone(name, value, parse)).for_each(&mut add);
     match known {
         Err(Refusal { field, text }) => add(Refusal { field: field.clone(), text: text.clone() }),
         Ok(known) => known.wrong_options(&objects.options).into_iter().for_each(add),
@@ -178,9 +199,9 @@ impl KnownConfig<'_> {
 }
 
 /// The error of a value that is wrong whatever the other fields are.
-fn wrong_alone(name: &str, value: &RawValue) -> Option<Refusal> {
+fn wrong_alone(name: &str, value: &RawValue, parse: Parse) -> Option<Refusal> {
     // No family is enabled, so nothing else is needed.
-    let parse = |more: &str| Config::parse(&format!(r#"{{"EnableIPv4":false{more}}}"#)).err();
+    let parse = |more: &str| parse(&format!(r#"{{"EnableIPv4":false{more}}}"#)).err();
     let error = parse(&format!(",{}", member(name, value)))?;
     let is_own = error.field.eq_ignore_ascii_case(name) && Some(&error) != parse("").as_ref();
     is_own.then(|| error.into())
@@ -275,7 +296,7 @@ mod tests {
     use super::*;
 
     fn of(text: &str) -> Vec<String> {
-        find(text, &flannel_backends::all()).unwrap()
+        find(text, &flannel_backends::all(), Config::parse).unwrap()
     }
 
     /// A config with these options of vxlan.
@@ -342,7 +363,7 @@ mod tests {
                 "has multicast addresses (ff00::/8)",
             ),
         ] {
-            assert!(validate(&text, &flannel_backends::all()).is_ok(), "{text}");
+            assert!(validate(&text, &flannel_backends::all(), Config::parse).is_ok(), "{text}");
             let all = of(&text);
             let [mistake] = &all[..] else { panic!("{text}: {all:?}") };
             assert!(mistake.contains(expected), "{mistake}");
@@ -365,7 +386,28 @@ mod tests {
             let [mistake] = &all[..] else { panic!("{text}: {all:?}") };
             assert!(mistake.contains(expected), "{mistake}");
         }
-        assert!(find("[]", &flannel_backends::all()).unwrap_err().contains("(document)"));
+        assert!(
+            find("[]", &flannel_backends::all(), Config::parse).unwrap_err().contains("(document)")
+        );
+    }
+
+    /// In Kubernetes daemons ignore them, as Go flannel does.
+    #[test]
+    fn fields_of_the_division_are_no_mistakes_in_kubernetes() {
+        let backends = flannel_backends::all();
+        let text = network("10.1.0.0/24", r#","subnetLen":24,"SubnetMin":"10.1.0.0""#);
+        assert_eq!(find(&text, &backends, Config::parse).unwrap().len(), 1);
+        assert_eq!(find(&text, &backends, Config::parse_undivided).unwrap(), [""; 0]);
+        let notes = undivided(&text);
+        let [len, min] = &notes[..] else { panic!("{notes:?}") };
+        assert!(len.starts_with("field subnetLen: 24 has no effect in Kubernetes"), "{len}");
+        assert!(min.starts_with("field SubnetMin: \"10.1.0.0\" has no effect"), "{min}");
+        let small = network("10.1.0.0/30", "");
+        assert_eq!(find(&small, &backends, Config::parse_undivided).unwrap(), [""; 0]);
+        assert_eq!(undivided(&small), [""; 0]);
+        let wrong = network("10.1.0.0/24", r#","SubnetLen":"24""#);
+        let found = find(&wrong, &backends, Config::parse_undivided).unwrap();
+        assert!(found[0].contains("field SubnetLen: \"24\""), "{found:?}");
     }
 
     #[test]
@@ -409,7 +451,7 @@ mod tests {
 
     #[test]
     fn options_of_an_unknown_backend_are_not_judged() {
-        let all = find(&vxlan(r#""MUT":1400"#), &Backends::default()).unwrap();
+        let all = find(&vxlan(r#""MUT":1400"#), &Backends::default(), Config::parse).unwrap();
         assert!(all.len() == 1 && all[0].contains("is not a backend"), "{all:?}");
     }
 
