@@ -8,8 +8,11 @@ use std::path::PathBuf;
 use std::process::{Command as Process, Output, Stdio};
 use std::time::Duration;
 
+use serde_json::{Value, json};
+
 use crate::spec::call::{Call, Command};
 use crate::spec::error::{Code, Error, Result};
+use crate::spec::version::SpecVersion;
 
 /// A plugin in one of the directories of `CNI_PATH`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,6 +66,29 @@ impl Delegate {
             }
             None => Err(self.failure(command, &output)),
         }
+    }
+
+    /// Checks that the plugin supports this version of the specification. A plugin that does not
+    /// list its versions passes.
+    ///
+    /// # Errors
+    /// [`Code::INCOMPATIBLE_VERSION`]: it lists other versions only.
+    pub(crate) fn check_version(&self, call: &Call, version: &str) -> Result<()> {
+        let conf = json!({ "cniVersion": SpecVersion::LATEST.as_str() }).to_string();
+        let Ok(answer) = self.run(Command::Version, call, conf.as_bytes()) else { return Ok(()) };
+        let answer: Value = serde_json::from_slice(&answer).unwrap_or_default();
+        let Some(versions) = answer["supportedVersions"].as_array() else { return Ok(()) };
+        let versions: Vec<&str> = versions.iter().filter_map(Value::as_str).collect();
+        if versions.contains(&version) {
+            return Ok(());
+        }
+        let (program, versions) = (self.program.display(), versions.join(", "));
+        let msg = format!(
+            "plugin {:?} ({program}) does not support the cniVersion {version:?} of the network \
+             config, but only {versions}: expected a newer plugin, or one of these versions",
+            self.kind
+        );
+        Err(Error::new(Code::INCOMPATIBLE_VERSION, msg))
     }
 
     /// The error for a plugin that failed without an error object.

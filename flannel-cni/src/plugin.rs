@@ -33,7 +33,12 @@ pub fn run(call: &Call, stdin: &[u8]) -> Result<Vec<u8>> {
 }
 
 fn run_with(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
-    saved::check_dir(&conf.data_dir)?;
+    if let Err(error) = saved::check_dir(&conf.data_dir) {
+        return match call.command {
+            Command::Del => del_without_saved(call, conf, &error).map(|()| Vec::new()),
+            _ => Err(error),
+        };
+    }
     match call.command {
         Command::Add => return add(call, conf),
         Command::Del => del(call, conf)?,
@@ -92,14 +97,38 @@ fn result(answer: Vec<u8>, conf: &DelegateConf) -> Result<Vec<u8>> {
     Ok(Value::Object(fields).to_string().into_bytes())
 }
 
-fn del(call: &Call, conf: &NetConf) -> Result<()> {
+/// The call of a DEL, without a namespace that ADD refuses. Its path, such as one with a process
+/// id, was reused.
+fn without_reused_netns(call: &Call) -> Call {
     let mut call = call.clone();
     if let Err(error) = call.check_netns() {
-        // ADD refuses such a namespace. The path, such as one with a process id, was reused.
         log(&format!("{error}: the container's namespace is gone"));
         call.netns.clear();
     }
-    let call = &call;
+    call
+}
+
+/// DEL if no saved config may be used, for the reason `why`. The config that ADD would use now
+/// releases the same addresses. An error would make the runtime retry until somebody corrects the
+/// directory.
+fn del_without_saved(call: &Call, conf: &NetConf, why: &Error) -> Result<()> {
+    let call = &without_reused_netns(call);
+    let current = subnet_env::read(&conf.subnet_file).and_then(|env| DelegateConf::new(conf, &env));
+    match current {
+        Ok(current) => {
+            log(&format!("{why}: ADD is undone with the current network config"));
+            let delegate = Delegate::find(current.kind(), call)?;
+            delegate.run(Command::Del, call, &current.to_bytes()).map(drop)
+        }
+        Err(error) => {
+            log(&format!("{why}: ADD is not undone: {error}"));
+            Ok(())
+        }
+    }
+}
+
+fn del(call: &Call, conf: &NetConf) -> Result<()> {
+    let call = &without_reused_netns(call);
     let saved = SavedConf::new(&conf.data_dir, &call.container, &call.ifname);
     let Some(text) = saved.load(&conf.name)? else { return Ok(()) };
     let Some(usable) = usable(text, &saved.path(), conf) else { return Ok(()) };
@@ -196,6 +225,11 @@ fn status(call: &Call, conf: &NetConf) -> Result<()> {
     let env = subnet_env::read(&conf.subnet_file).map_err(not_available)?;
     let delegate_conf = DelegateConf::new(conf, &env).map_err(not_available)?;
     let delegate = Delegate::find(delegate_conf.kind(), call).map_err(not_available)?;
+    delegate.check_version(call, delegate_conf.version()).map_err(not_available)?;
+    // The delegate reports a missing plugin for addresses.
+    if let Ok(ipam) = Delegate::find(delegate_conf.ipam_kind(), call) {
+        ipam.check_version(call, delegate_conf.version()).map_err(not_available)?;
+    }
     delegate.run(Command::Status, call, &delegate_conf.to_bytes()).map(drop)
 }
 

@@ -161,7 +161,7 @@ impl SavedConf {
 }
 
 /// Checks that no other user may write to the directory, because its files decide what plugins do
-/// with the rights of this process. A directory that does not exist passes.
+/// with the rights of this process. The group of root may. A directory that does not exist passes.
 pub(crate) fn check_dir(dir: &Path) -> Result<()> {
     let failed = |error: io::Error| failed("read", dir, &error);
     let Some(link) = absent_is_none(fs::symlink_metadata(dir)).map_err(failed)? else {
@@ -169,19 +169,20 @@ pub(crate) fn check_dir(dir: &Path) -> Result<()> {
     };
     let Some(target) = absent_is_none(fs::metadata(dir)).map_err(failed)? else { return Ok(()) };
     let us = fs::metadata("/proc/self").map_or(0, |process| process.uid());
-    match why_not_trusted(us, [link.uid(), target.uid()], target.mode()) {
+    match why_not_trusted(us, [link.uid(), target.uid()], target.gid(), target.mode()) {
         Some(why) => Err(Error::new(Code::IO, format!("dataDir {}: {why}", dir.display()))),
         None => Ok(()),
     }
 }
 
 /// Why another user may have written the content of a directory, or `None`. `owners` are the owner
-/// of a symbolic link to the directory, and its own.
-fn why_not_trusted(us: u32, owners: [u32; 2], mode: u32) -> Option<String> {
+/// of a symbolic link to the directory, and its own; `group` is its group.
+fn why_not_trusted(us: u32, owners: [u32; 2], group: u32, mode: u32) -> Option<String> {
     if let Some(owner) = owners.into_iter().find(|owner| ![0, us].contains(owner)) {
         return Some(format!("it belongs to user {owner}, expected root or {us}"));
     }
-    if mode & 0o022 != 0 {
+    let of_others = if group == 0 { 0o002 } else { 0o022 };
+    if mode & of_others != 0 {
         let mode = mode & 0o7777;
         return Some(format!("its mode {mode:04o} lets other users write to it: chmod go-w"));
     }
@@ -342,18 +343,22 @@ mod tests {
 
     #[test]
     fn a_directory_that_another_user_may_write_to_is_refused() {
-        for (us, owners, mode, says) in [
-            (0, [0, 0], 0o700, ""),
-            (0, [0, 0], 0o755, ""),
-            (1000, [1000, 0], 0o755, ""),
-            (0, [0, 1000], 0o700, "user 1000, expected root"),
-            (0, [1000, 0], 0o700, "user 1000, expected root"),
-            (1000, [1001, 0], 0o700, "user 1001, expected root or 1000"),
-            (0, [0, 0], 0o757, "mode 0757"),
-            (0, [0, 0], 0o1777, "mode 1777"),
-            (0, [0, 0], 0o720, "mode 0720"),
+        for (us, owners, group, mode, says) in [
+            (0, [0, 0], 0, 0o700, ""),
+            (0, [0, 0], 0, 0o755, ""),
+            (0, [0, 0], 0, 0o775, ""),
+            (0, [0, 0], 0, 0o2770, ""),
+            (1000, [1000, 0], 1000, 0o755, ""),
+            (0, [0, 1000], 0, 0o700, "user 1000, expected root"),
+            (0, [1000, 0], 0, 0o700, "user 1000, expected root"),
+            (1000, [1001, 0], 0, 0o700, "user 1001, expected root or 1000"),
+            (0, [0, 0], 0, 0o757, "mode 0757"),
+            (0, [0, 0], 0, 0o1777, "mode 1777"),
+            (0, [0, 0], 0, 0o777, "mode 0777"),
+            (0, [0, 0], 27, 0o720, "mode 0720"),
+            (0, [0, 0], 27, 0o775, "mode 0775"),
         ] {
-            let why = why_not_trusted(us, owners, mode).unwrap_or_default();
+            let why = why_not_trusted(us, owners, group, mode).unwrap_or_default();
             assert!(why.contains(says) && why.is_empty() == says.is_empty(), "{owners:?}: {why}");
         }
         let parent = tempfile::tempdir().unwrap();

@@ -80,6 +80,11 @@ impl DelegateConf {
         self.text("type").unwrap_or_default()
     }
 
+    /// The name of the plugin for addresses, or nothing.
+    pub(crate) fn ipam_kind(&self) -> &str {
+        self.0.get("ipam").and_then(|ipam| ipam.get("type")?.as_str()).unwrap_or_default()
+    }
+
     /// The name of its network.
     pub(crate) fn network(&self) -> &str {
         self.text("name").unwrap_or_default()

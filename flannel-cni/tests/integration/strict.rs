@@ -8,6 +8,7 @@ use std::process::Output;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use test_support::write_script;
 
 use crate::runtime::{Answer, Attach, answer, call, flannel, names};
 
@@ -435,9 +436,24 @@ fn status_reports_the_errors_that_add_would_return() {
     host.repair("STATUS");
     let error = status(&json!({ "delegate": { "type": "absent" } })).unwrap_err();
     assert!(error["code"] == 50 && error["msg"].as_str().unwrap().contains("absent"), "{error}");
-    // The bridge before 1.5.
+    // The bridge before 1.5, and before 1.2.
     host.fail("STATUS", 4, "unknown CNI_COMMAND: STATUS");
     assert_eq!(status(&json!({})), Ok(Value::Null));
+    let whole = host.conf(&json!({})).to_string();
+    let old = [("STRICT_VERSIONS", r#""0.4.0","1.0.0""#)];
+    let error = answer(&host.output("STATUS", ("", ""), &whole, &old)).unwrap_err();
+    let bridge = host.path("bin/bridge").display().to_string();
+    let msg = error["msg"].as_str().unwrap();
+    for says in ["\"bridge\"", &bridge, "cniVersion \"1.1.0\"", "only 0.4.0, 1.0.0"] {
+        assert!(error["code"] == 50 && msg.contains(says), "{error}");
+    }
+    // The plugin for addresses gets the same config.
+    let ipam = host.path("bin/host-local");
+    write_script(&ipam, "#!/bin/sh\necho '{\"supportedVersions\":[\"0.3.1\"]}'\n");
+    let error = status(&json!({})).unwrap_err();
+    let msg = error["msg"].as_str().unwrap();
+    assert!(error["code"] == 50 && msg.contains("\"host-local\"") && msg.contains("only 0.3.1"));
+    fs::remove_file(ipam).unwrap();
     fs::remove_file(host.path("subnet.env")).unwrap();
     let error = status(&json!({})).unwrap_err();
     assert!(
@@ -634,11 +650,22 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
     }
     // A file that another user may have put there decides nothing.
     fs::set_permissions(host.path("state"), Permissions::from_mode(0o777)).unwrap();
-    for command in ["ADD", "DEL", "CHECK", "STATUS", "GC"] {
+    for command in ["ADD", "CHECK", "STATUS", "GC"] {
         let error = answer(&host.output(command, ETH0, &whole, &[])).unwrap_err();
         let msg = error["msg"].as_str().unwrap();
         assert!(error["code"] == 5 && msg.contains("its mode 0777"), "{command}: {error}");
     }
+    assert_eq!(host.called(), []);
+    // DEL uses the current config instead: a runtime would repeat a DEL that fails for ever.
+    let output = host.output("DEL", ETH0, &whole, &[]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("its mode 0777"), "{output:?}");
+    assert_eq!(answer(&output), Ok(Value::Null));
+    let called = host.called();
+    assert_eq!((called.len(), called[0].command.as_str()), (1, "DEL"));
+    assert_ne!(called[0].conf, DELEGATE);
+    fs::rename(host.path("subnet.env"), host.path("env")).unwrap();
+    assert_eq!(answer(&host.output("DEL", ETH0, &whole, &[])), Ok(Value::Null));
+    fs::rename(host.path("env"), host.path("subnet.env")).unwrap();
     assert_eq!(fs::read_to_string(&saved).unwrap(), DELEGATE);
     fs::remove_dir_all(host.path("state")).unwrap();
     let own = Attach::new("c1", "eth0", Path::new("/proc/self/ns/net"));
@@ -680,7 +707,7 @@ fn the_state_is_synced_before_the_delegate_runs() {
         trace.display(),
         flannel().display()
     );
-    test_support::write_script(&traced, &text);
+    write_script(&traced, &text);
     let attach = Attach::new("c1", "eth0", Path::new("/nonexistent/netns"));
     let path = host.path("bin");
     for time in ["first", "second"] {

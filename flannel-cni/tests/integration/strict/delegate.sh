@@ -21,6 +21,11 @@ hasnt() {
 }
 
 conf=$(cat)
+if [ "$CNI_COMMAND" = VERSION ]; then
+    all='"0.3.1","0.4.0","1.0.0","1.1.0"'
+    printf '{"cniVersion":"1.0.0","supportedVersions":[%s]}\n' "${STRICT_VERSIONS:-$all}"
+    exit
+fi
 echo "$CNI_COMMAND|$CNI_CONTAINERID|$CNI_IFNAME|$CNI_NETNS|${CNI_ARGS:-}|$conf" >>"$here/calls"
 echo "strict delegate: $CNI_COMMAND" >&2
 
