@@ -14,8 +14,8 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgMatches, Command};
 
 use crate::Error;
-use crate::command_line::environment::FromEnvironment;
-use crate::command_line::go_flags::{go_bool, go_int, go_style};
+use crate::command_line::environment::{FromEnvironment, variable};
+use crate::command_line::go_flags::{go_bool, go_int, go_style, is_given};
 
 /// A parsed command line.
 #[derive(Debug)]
@@ -24,6 +24,17 @@ pub struct CommandLine {
     pub matches: ArgMatches,
     /// The flags whose values come from the environment.
     pub environment: FromEnvironment,
+    /// The options that have their default because their value is empty.
+    pub empty: Vec<EmptyOption>,
+}
+
+/// An option that was given with an empty value, which counts as not given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EmptyOption {
+    /// The flag or the variable, such as `--etcd-prefix` or `FLANNELD_ETCD_PREFIX`.
+    pub name: String,
+    /// The default, which is used instead. It is not empty.
+    pub default: String,
 }
 
 impl CommandLine {
@@ -54,12 +65,34 @@ impl CommandLine {
                 args.insert(1.min(args.len()), arg);
             }
         }
+        let empty = empty_options(&command, &given, &args, &env);
         match with_plain_usage(command).try_get_matches_from(args) {
-            Ok(matches) => Ok(Self { matches, environment }),
+            Ok(matches) => Ok(Self { matches, environment, empty }),
             Err(error) if error.use_stderr() => Err(environment.usage(with_advice(&error))),
             Err(error) => Err(Error::Help(error.render().to_string())),
         }
     }
+}
+
+/// The options with a default that are not among `args`, and are empty in the environment or on the
+/// command line `given`.
+fn empty_options(
+    command: &Command,
+    given: &[OsString],
+    args: &[OsString],
+    env: impl Fn(&str) -> Option<OsString>,
+) -> Vec<EmptyOption> {
+    let option = |arg: &Arg| {
+        let flag = arg.get_long().filter(|flag| !is_given(args, flag))?;
+        let default = arg.get_default_values().join(OsStr::new(",")).into_string().ok()?;
+        let name = if is_given(given, flag) {
+            format!("--{flag}")
+        } else {
+            Some(variable(flag)).filter(|name| env(name).is_some_and(|value| value.is_empty()))?
+        };
+        (!default.is_empty()).then_some(EmptyOption { name, default })
+    };
+    command.get_arguments().filter_map(option).collect()
 }
 
 /// The command with the usage line of its help in its errors. clap's own line lists the options

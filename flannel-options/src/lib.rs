@@ -15,7 +15,7 @@ mod store {
     pub(crate) mod registry;
 }
 
-pub use command_line::{CommandLine, environment, go_flags, with_plain_usage};
+pub use command_line::{CommandLine, EmptyOption, environment, go_flags, with_plain_usage};
 pub use error::Error;
 pub use interface::InterfaceFlags;
 pub use nearest::nearest;

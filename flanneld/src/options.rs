@@ -18,7 +18,7 @@ use std::time::Duration;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use flannel_backends::Backends;
-use flannel_options::{CommandLine, Error as Wrong, InterfaceFlags, RegistryUrl};
+use flannel_options::{CommandLine, EmptyOption, Error as Wrong, InterfaceFlags, RegistryUrl};
 
 use crate::config::{DaemonConfig, StoreConfig};
 use crate::error::Error;
@@ -88,6 +88,10 @@ pub struct Options {
     /// The flags and variables that were given and change nothing, by their ids.
     #[arg(skip)]
     without_effect: Vec<&'static str>,
+
+    /// The flags and variables that are empty, so that their defaults are used.
+    #[arg(skip)]
+    empty: Vec<EmptyOption>,
 }
 
 impl Options {
@@ -126,7 +130,13 @@ impl Options {
             let variables = ["EVENT_QUEUE_DEPTH", "CONT_WHEN_CACHE_NOT_READY"].into_iter();
             options.without_effect.extend(variables.filter(|name| env(name).is_some()));
         }
+        options.empty = line.empty;
         Ok(options)
+    }
+
+    /// The flags and variables that are empty, so that their defaults are used.
+    pub fn empty(&self) -> &[EmptyOption] {
+        &self.empty
     }
 
     /// The flags and variables that were given and change nothing, separated by commas, or `None`
@@ -195,6 +205,35 @@ mod tests {
         Options::parse_from(args, |name| {
             env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value))
         })
+    }
+
+    /// As when a unit expands a variable that is not set: `-etcd-prefix=$PREFIX`.
+    #[test]
+    fn an_empty_option_with_a_default_is_reported() {
+        let empty = |args: &[&str], env: &[(&str, &str)]| {
+            let options = parse(args, env).unwrap();
+            let shown = |option: &EmptyOption| format!("{} {}", option.name, option.default);
+            options.empty().iter().map(shown).collect::<Vec<_>>()
+        };
+        let prefix = "--etcd-prefix /coreos.com/network";
+        let endpoints = "--etcd-endpoints http://127.0.0.1:4001,http://127.0.0.1:2379";
+        let of_env = [("FLANNELD_ETCD_PREFIX", ""), ("FLANNELD_IP_MASQ", "")];
+        for (args, env, expected) in [
+            (&[] as &[&str], &[] as &[(&str, &str)], vec![]),
+            (&["-etcd-endpoints=", "-etcd-prefix="], &[], vec![endpoints, prefix]),
+            (&["--etcd-prefix", ""], &[("FLANNELD_ETCD_PREFIX", "/net")], vec![prefix]),
+            (&["--etcd-prefix=", "--etcd-prefix=/net"], &[], vec![]),
+            (&["--etcd-prefix=/net"], &of_env[..1], vec![]),
+            (
+                &[],
+                &of_env,
+                vec!["FLANNELD_ETCD_PREFIX /coreos.com/network", "FLANNELD_IP_MASQ false"],
+            ),
+            // They have no default.
+            (&["--etcd-cafile=", "--iface", ""], &[("FLANNELD_PUBLIC_IP", "")], vec![]),
+        ] {
+            assert_eq!(empty(args, env), expected, "{args:?} {env:?}");
+        }
     }
 
     #[test]

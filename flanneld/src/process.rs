@@ -18,7 +18,7 @@ use flannel_core::subnet::{StoreFailure, StoreKind};
 use flannel_doctor::remedy::render;
 use flannel_doctor::store::remedy_of;
 use flannel_options::environment::misspelt;
-use flannel_options::printable;
+use flannel_options::{EmptyOption, printable};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::daemon::Daemon;
@@ -86,6 +86,9 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
     let set_filter = log_output::init(options.log.log_format, log_filter(&given).map_err(usage)?)?;
     if let Some(flags) = options.without_effect() {
         tracing::info!(options = %flags, "options have no effect here");
+    }
+    for EmptyOption { name, default } in options.empty() {
+        tracing::warn!(option = name, default, "an option is empty: its default is used");
     }
     warn_of_misspelt_variables();
     capabilities::join_control_group(&options);

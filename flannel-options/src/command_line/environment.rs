@@ -9,7 +9,7 @@ use crate::{Error, nearest};
 const PREFIX: &str = "FLANNELD_";
 
 /// The variable of an option: `FLANNELD_SUBNET_FILE` for `subnet-file`.
-fn variable(flag: &str) -> String {
+pub(crate) fn variable(flag: &str) -> String {
     format!("{PREFIX}{}", flag.to_uppercase().replace(['-', '.'], "_"))
 }
 

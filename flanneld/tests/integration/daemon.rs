@@ -194,8 +194,11 @@ fn ip_blackhole_route_drops_unused_addresses_and_coexists_with_a_bridge() {
         let registry = format!("dir:{}", place.registry().display());
         let mut command =
             place.command(&registry, &["-ip-blackhole-route", "-v=4", "-vmodule=x=1"]);
-        let mut daemon = Daemon::start(command.env("FLANNELD_IFCAE", "eth7"));
+        command.env("FLANNELD_IFCAE", "eth7").env("FLANNELD_ETCD_PREFIX", "");
+        let mut daemon = Daemon::start(&mut command);
         daemon.wait_for_log("running lease");
+        daemon.wait_for_log("an option is empty: its default is used");
+        daemon.wait_for_log("FLANNELD_ETCD_PREFIX");
         daemon.wait_for_log("options have no effect here options=--vmodule");
         daemon.wait_for_log("FLANNELD_IFCAE in the environment has no effect");
         daemon.wait_for_log("DEBUG");

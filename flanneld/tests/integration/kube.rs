@@ -12,6 +12,7 @@ use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
 use flannel_subnet_kube::testing::{ApiServer, Cut};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use test_support::write_script;
 
 use crate::running::{Daemon, wait_until};
 
@@ -489,6 +490,39 @@ fn the_node_comes_from_the_pod_and_the_server_from_a_kubeconfig() {
             host.netns.run(|| Daemon::start(command.env("POD_NAME", "kube-flannel-ds-x")));
         assert!(!daemon.ended().success());
         daemon.wait_for_log("expected NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME");
+    });
+}
+
+/// A plugin of the kubeconfig prints the token, and the environment names a proxy.
+#[test]
+fn a_kubeconfig_may_name_a_plugin_and_the_environment_a_proxy() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        server.expect_token("secret");
+        let host = Host::new(1, VXLAN);
+        let kubeconfig = host.dir.path().join("kubeconfig");
+        let plugin = "#!/bin/sh\necho '{\"kind\":\"ExecCredential\",\"apiVersion\":\
+                      \"client.authentication.k8s.io/v1\",\"status\":{\"token\":\"secret\"}}'\n";
+        write_script(&host.dir.path().join("plugin"), plugin);
+        let start = |url: &str| {
+            let text = format!(
+                "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{url}\"}}}}]\n\
+                 contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+                 users: [{{name: u, user: {{exec: {{command: ./plugin, interactiveMode: Never, \
+                 apiVersion: client.authentication.k8s.io/v1}}}}}}]\n"
+            );
+            fs::write(&kubeconfig, text).unwrap();
+            let mut command = host.command(&["--kubeconfig-file", kubeconfig.to_str().unwrap()]);
+            command.env("NODE_NAME", "node-1").env("HTTP_PROXY", "http://127.0.0.1:1");
+            command.env("NO_PROXY", "192.0.2.0/24");
+            host.netns.run(|| Daemon::start(&mut command))
+        };
+        let daemon = start(&server.url());
+        daemon.wait_for_log("running lease=10.1.1.0-24");
+        assert!(!daemon.log().contains("secret"), "{}", daemon.log());
+        drop(daemon);
+        start("http://api.example:6443").wait_for_log("the proxy http://127.0.0.1:1/ does not");
     });
 }
 
