@@ -31,8 +31,13 @@ pub(crate) struct Certificate<'a> {
     pub(crate) version: u8,
     pub(crate) not_before: UnixTime,
     pub(crate) not_after: UnixTime,
-    /// The bits of the public key, without its algorithm.
-    pub(crate) public_key: &'a [u8],
+    pub(crate) key: PublicKey<'a>,
+    /// The part that the issuer has signed.
+    pub(crate) signed: &'a [u8],
+    /// The name of the issuer, the algorithm of its signature, and the signature.
+    pub(crate) issuer: &'a [u8],
+    pub(crate) signature_algorithm: &'a [u8],
+    pub(crate) signature: &'a [u8],
     /// It may sign certificates: `CA:TRUE`.
     pub(crate) is_ca: bool,
     /// It may be used by a server: it names this purpose, any purpose, or none at all.
@@ -43,20 +48,34 @@ impl<'a> Certificate<'a> {
     /// Reads a certificate in DER. `None` if it is not one.
     pub(crate) fn read(der: &'a [u8]) -> Option<Self> {
         let mut certificate = Reader(Reader(der).take(SEQUENCE)?);
+        let whole = certificate.0;
         let mut fields = Reader(certificate.take(SEQUENCE)?);
+        let signed = &whole[..whole.len() - certificate.0.len()];
+        let signature_algorithm = certificate.take(SEQUENCE)?;
+        let signature = certificate.take_bits()?;
         let version = match fields.take(VERSION) {
             Some(version) => *Reader(version).take(INTEGER)?.last()? + 1,
             None => 1,
         };
         fields.take(INTEGER)?; // the serial number
         fields.take(SEQUENCE)?; // the algorithm of the signature
-        fields.take(SEQUENCE)?; // the issuer
+        let issuer = fields.take(SEQUENCE)?;
         let mut validity = Reader(fields.take(SEQUENCE)?);
         let (not_before, not_after) = (validity.time()?, validity.time()?);
         fields.take(SEQUENCE)?; // the subject
-        let public_key = key_bits(fields.take(SEQUENCE)?)?;
-        let mut read =
-            Self { version, not_before, not_after, public_key, is_ca: false, is_for_servers: true };
+        let key = PublicKey::of_content(fields.take(SEQUENCE)?)?;
+        let mut read = Self {
+            version,
+            not_before,
+            not_after,
+            key,
+            signed,
+            issuer,
+            signature_algorithm,
+            signature,
+            is_ca: false,
+            is_for_servers: true,
+        };
         while let Some(field) = fields.any() {
             if field.tag == EXTENSIONS {
                 read.add_extensions(Reader(Reader(field.content).take(SEQUENCE)?))?;
@@ -84,16 +103,30 @@ impl<'a> Certificate<'a> {
     }
 }
 
-/// The bits of a public key, from the content of a `SubjectPublicKeyInfo`.
-fn key_bits(content: &[u8]) -> Option<&[u8]> {
-    let mut fields = Reader(content);
-    fields.take(SEQUENCE)?; // the algorithm
-    fields.take(BIT_STRING)
+/// A public key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PublicKey<'a> {
+    pub(crate) algorithm: &'a [u8],
+    pub(crate) bits: &'a [u8],
 }
 
-/// The bits of a public key, from a `SubjectPublicKeyInfo` in DER.
-pub(crate) fn key_bits_of(der: &[u8]) -> Option<&[u8]> {
-    key_bits(Reader(der).take(SEQUENCE)?)
+impl<'a> PublicKey<'a> {
+    /// Reads the content of a `SubjectPublicKeyInfo`.
+    pub(crate) fn of_content(content: &'a [u8]) -> Option<Self> {
+        let mut fields = Reader(content);
+        Some(Self { algorithm: fields.take(SEQUENCE)?, bits: fields.take_bits()? })
+    }
+
+    /// Reads a `SubjectPublicKeyInfo` in DER.
+    pub(crate) fn of_der(der: &'a [u8]) -> Option<Self> {
+        Self::of_content(Reader(der).take(SEQUENCE)?)
+    }
+
+    /// Whether it is a key of RSA with less than 2048 bits, which `ring` does not support.
+    pub(crate) fn is_small_rsa(&self) -> bool {
+        let modulus = Reader(self.bits).take(SEQUENCE).and_then(|key| Reader(key).take(INTEGER));
+        modulus.is_some_and(|modulus| modulus.iter().skip_while(|byte| **byte == 0).count() < 256)
+    }
 }
 
 /// The rest of a sequence of values in DER.
@@ -130,6 +163,11 @@ impl<'a> Reader<'a> {
         let value = ahead.any().filter(|value| value.tag == tag)?;
         *self = ahead;
         Some(value.content)
+    }
+
+    /// The bits of the next value, a bit string of whole bytes.
+    fn take_bits(&mut self) -> Option<&'a [u8]> {
+        self.take(BIT_STRING)?.strip_prefix(&[0])
     }
 
     /// The next value, a time. A time before 1970 is 1970.
@@ -234,7 +272,8 @@ mod tests {
             assert_eq!(read.version, 3);
             assert_eq!(seconds(read.not_before), 981_158_400);
             assert_eq!(seconds(read.not_after), 2_524_608_000);
-            assert!(read.public_key.ends_with(key.public_key_raw()));
+            assert_eq!(read.key.bits, key.public_key_raw());
+            assert!(!read.key.is_small_rsa());
             for cut in 0..der.len() {
                 assert_eq!(Certificate::read(&der[..cut]), None, "{cut}");
             }

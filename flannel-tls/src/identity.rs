@@ -8,7 +8,7 @@ use rustls::pki_types::PrivateKeyDer;
 use rustls::pki_types::pem::{Error as PemError, PemObject};
 use rustls::sign::{CertifiedKey, SigningKey, SingleCertAndKey};
 
-use crate::certificate::{Certificate, key_bits_of};
+use crate::certificate::{Certificate, PublicKey};
 use crate::{Error, Pem, certificates, provider};
 
 /// A client's certificate, with its chain, and its key. `Debug` shows neither.
@@ -39,8 +39,8 @@ impl Identity {
             reason: "its first certificate is not X.509".to_owned(),
         })?;
         let public = signing.public_key();
-        let bits = public.as_ref().and_then(|public| key_bits_of(public.as_ref()));
-        if bits.is_some_and(|bits| bits != client.public_key) {
+        let public = public.as_ref().and_then(|public| PublicKey::of_der(public.as_ref()));
+        if public.is_some_and(|public| public.bits != client.key.bits) {
             return Err(Error::OtherKey { certificate: name.clone(), key: key.name.clone() });
         }
         let certified = CertifiedKey::new(chain, signing);
@@ -56,7 +56,7 @@ fn signing_key(key: &Pem) -> Result<Arc<dyn SigningKey>, Error> {
     let name = key.name.clone();
     let der = match PrivateKeyDer::from_pem_slice(&key.text) {
         Ok(der) => der,
-        Err(PemError::NoItemsFound) if String::from_utf8_lossy(&key.text).contains("ENCRYPTED") => {
+        Err(_) if String::from_utf8_lossy(&key.text).contains("ENCRYPTED") => {
             return Err(Error::EncryptedKey { name });
         }
         Err(PemError::NoItemsFound) => return Err(Error::NoKey { name }),

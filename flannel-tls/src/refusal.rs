@@ -99,10 +99,11 @@ impl fmt::Display for Refusal {
                 f.write_str("it requires a client certificate, and none is set")
             }
             Self::Client(_) => f.write_str("it does not accept our client certificate"),
-            Self::Handshake(_) => f.write_str(
+            Self::Handshake(_) => write!(
+                f,
                 "it aborts the TLS handshake for a reason other than a certificate: expected a \
-                 server with TLS 1.3, or 1.2 with ECDHE, under this name; in TLS 1.2 a missing \
-                 client certificate has the same effect",
+                 server with TLS 1.3, or 1.2 with ECDHE, under this name, whose key is {KEYS}; in \
+                 TLS 1.2 a missing client certificate has the same effect"
             ),
             Self::NotTls => f.write_str("it does not use TLS: http:// may be the right scheme"),
         }
@@ -160,15 +161,32 @@ pub(crate) enum Unusable {
         "its certificate is X.509 v1, which has no names: expected X.509 v3 with subjectAltName"
     )]
     Version1,
+    #[error("the key of its certificate, or of its CA, has too few bits: expected {KEYS}")]
+    SmallKey,
 }
 
 impl Unusable {
-    /// The error, with the fact about the certificate that causes it if `webpki` does not say it.
-    pub(crate) fn explain(error: Error, certificate: &CertificateDer<'_>) -> Error {
-        let Error::InvalidCertificate(CertificateError::Other(_)) = &error else { return error };
-        let unusable = match Certificate::read(certificate) {
-            Some(read) if read.version < 3 => Self::Version1,
-            Some(read) if read.is_ca => Self::Authority,
+    /// The error, with the fact about the server's certificate or about a `trusted` one that causes
+    /// it, if the error does not say it.
+    pub(crate) fn explain(
+        error: Error,
+        certificate: &CertificateDer<'_>,
+        trusted: &[CertificateDer<'_>],
+    ) -> Error {
+        let Error::InvalidCertificate(reason) = &error else { return error };
+        let read = Certificate::read(certificate);
+        let is_small = |read: &Certificate<'_>| read.key.is_small_rsa();
+        let unusable = match (reason, &read) {
+            (CertificateError::Other(_), Some(read)) if read.version < 3 => Self::Version1,
+            (CertificateError::Other(_), Some(read)) if read.is_ca => Self::Authority,
+            (CertificateError::BadSignature, read)
+                if read.as_ref().is_some_and(is_small)
+                    || trusted
+                        .iter()
+                        .any(|other| Certificate::read(other).as_ref().is_some_and(is_small)) =>
+            {
+                Self::SmallKey
+            }
             _ => return error,
         };
         CertificateError::Other(OtherError(Arc::new(unusable))).into()

@@ -7,13 +7,13 @@ use rustls::client::{WebPkiServerVerifier, verify_server_name};
 use rustls::crypto::{
     CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
 };
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::pki_types::{CertificateDer, ServerName, SignatureVerificationAlgorithm, UnixTime};
 use rustls::server::ParsedCertificate;
 use rustls::{
     CertificateError, DigitallySignedStruct, ExtendedKeyPurpose, RootCertStore, SignatureScheme,
 };
 
-use crate::certificate::Certificate;
+use crate::certificate::{Certificate, PublicKey};
 use crate::refusal::Unusable;
 use crate::{Error, Pem, certificates};
 
@@ -67,16 +67,20 @@ pub(crate) fn verifier(
         }
     };
     let mut roots = RootCertStore::empty();
-    // A certificate that cannot be an anchor may still be the server's own.
-    roots.add_parsable_certificates(trusted.iter().cloned());
+    // The certificate of a server is trusted for this server only.
+    let may_sign = |certificate: &&CertificateDer<'_>| {
+        Certificate::read(certificate).is_some_and(|read| read.version < 3 || read.is_ca)
+    };
+    roots.add_parsable_certificates(trusted.iter().filter(may_sign).cloned());
+    let roots = Arc::new(roots);
     let chains = if roots.is_empty() {
         None
     } else {
         let builder =
-            WebPkiServerVerifier::builder_with_provider(roots.into(), Arc::clone(provider));
+            WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(provider));
         Some(builder.build().map_err(|error| Error::Setup(error.to_string()))?)
     };
-    Ok(Arc::new(Verifier { trusted, chains, algorithms }))
+    Ok(Arc::new(Verifier { trusted, roots, chains, algorithms }))
 }
 
 /// Accepts certificates that are trusted themselves, and chains to those.
@@ -85,6 +89,8 @@ pub(crate) fn verifier(
 #[derive(Debug)]
 struct Verifier {
     trusted: Vec<CertificateDer<'static>>,
+    /// Those that can sign others.
+    roots: Arc<RootCertStore>,
     /// `None` if no trusted certificate can sign others.
     chains: Option<Arc<WebPkiServerVerifier>>,
     algorithms: WebPkiSupportedAlgorithms,
@@ -106,7 +112,17 @@ impl ServerCertVerifier for Verifier {
         } else {
             Err(CertificateError::UnknownIssuer.into())
         };
-        verified.map_err(|error| Unusable::explain(error, end_entity))
+        verified
+            .or_else(|error| match &error {
+                // Go does not mind whether a server's certificate is a CA, and takes any purpose.
+                rustls::Error::InvalidCertificate(
+                    CertificateError::Other(_) | CertificateError::InvalidPurposeContext { .. },
+                ) if self.is_issued_directly(end_entity) => {
+                    verify_itself(end_entity, server_name, now)
+                }
+                _ => Err(error),
+            })
+            .map_err(|error| Unusable::explain(error, end_entity, &self.trusted))
     }
 
     fn verify_tls12_signature(
@@ -116,6 +132,7 @@ impl ServerCertVerifier for Verifier {
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
         verify_tls12_signature(message, cert, dss, &self.algorithms)
+            .map_err(|error| Unusable::explain(error, cert, &[]))
     }
 
     fn verify_tls13_signature(
@@ -125,6 +142,7 @@ impl ServerCertVerifier for Verifier {
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
         verify_tls13_signature(message, cert, dss, &self.algorithms)
+            .map_err(|error| Unusable::explain(error, cert, &[]))
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
@@ -132,8 +150,31 @@ impl ServerCertVerifier for Verifier {
     }
 }
 
-/// Verifies a certificate that is trusted itself: its period, its purpose and its names. Its
-/// signature does not matter, nor whether it is a CA.
+impl Verifier {
+    /// Whether a trusted CA has signed this certificate, without an intermediate. Constraints of
+    /// names are not verified, so such a CA does not count.
+    fn is_issued_directly(&self, certificate: &CertificateDer<'_>) -> bool {
+        let Some(read) = Certificate::read(certificate) else { return false };
+        let has_signed = |key: PublicKey<'_>| {
+            let fits = |algorithm: &&&dyn SignatureVerificationAlgorithm| {
+                algorithm.signature_alg_id().as_ref() == read.signature_algorithm
+                    && algorithm.public_key_alg_id().as_ref() == key.algorithm
+            };
+            let verifies = |algorithm: &&dyn SignatureVerificationAlgorithm| {
+                algorithm.verify_signature(key.bits, read.signed, read.signature).is_ok()
+            };
+            self.algorithms.all.iter().filter(fits).any(verifies)
+        };
+        self.roots.roots.iter().any(|root| {
+            root.name_constraints.is_none()
+                && root.subject.as_ref() == read.issuer
+                && PublicKey::of_content(&root.subject_public_key_info).is_some_and(has_signed)
+        })
+    }
+}
+
+/// Verifies a certificate that is trusted, or issued by a trusted CA: its period, its purpose and its names. It
+/// may be a CA.
 fn verify_itself(
     end_entity: &CertificateDer<'_>,
     server_name: &ServerName<'_>,
@@ -159,7 +200,8 @@ fn verify_itself(
     Ok(ServerCertVerified::assertion())
 }
 
-/// Accepts every server that has the key of its certificate.
+/// Accepts every server. Signatures prove nothing here, because a server can make the certificate
+/// that fits. So certificates of any form are accepted, as in Go.
 #[derive(Debug)]
 struct AcceptsAnyone(WebPkiSupportedAlgorithms);
 
@@ -177,20 +219,20 @@ impl ServerCertVerifier for AcceptsAnyone {
 
     fn verify_tls12_signature(
         &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(message, cert, dss, &self.0)
+        Ok(HandshakeSignatureValid::assertion())
     }
 
     fn verify_tls13_signature(
         &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, cert, dss, &self.0)
+        Ok(HandshakeSignatureValid::assertion())
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {

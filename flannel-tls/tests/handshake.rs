@@ -1,11 +1,13 @@
 //! Handshakes in memory: which servers a client accepts, and what it says about others.
 
+#![allow(clippy::unwrap_used, reason = "test helpers are test code")]
+
 use std::sync::Arc;
 
 use flannel_tls::{Error, Identity, Pem, Refusal, Trust, client_config};
 use rcgen::{
-    BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, date_time_ymd,
+    BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, GeneralSubtree, IsCa, Issuer,
+    KeyPair, KeyUsagePurpose, NameConstraints, date_time_ymd,
 };
 use rustls::crypto::ring;
 use rustls::pki_types::PrivateKeyDer;
@@ -109,6 +111,9 @@ fn a_certificate_in_the_ca_file_is_trusted_itself() {
     of_ca.subject_alt_names = params(&NAMES).subject_alt_names;
     let self_signed_ca = certify(of_ca.clone(), None);
     let issued_ca = certify(of_ca, Some(&root));
+    let mut any = params(&NAMES);
+    any.extended_key_usages = vec![ExtendedKeyUsagePurpose::Any];
+    let any_purpose = certify(any, Some(&root));
     let chain = format!("{}{}", leaf.pem, intermediate.pem);
     for (case, server, chain, ca) in [
         ("its CA", &leaf, &chain, &root.pem),
@@ -118,6 +123,8 @@ fn a_certificate_in_the_ca_file_is_trusted_itself() {
         ("itself, self-signed", &self_signed, &self_signed.pem, &self_signed.pem),
         ("itself, a CA", &self_signed_ca, &self_signed_ca.pem, &self_signed_ca.pem),
         ("itself, an issued CA", &issued_ca, &issued_ca.pem, &issued_ca.pem),
+        ("a CA, of its CA", &issued_ca, &issued_ca.pem, &root.pem),
+        ("any purpose", &any_purpose, &any_purpose.pem, &root.pem),
     ] {
         // Others before it change nothing.
         for ca in [ca.clone(), format!("{}{ca}", certify(self::ca(), None).pem)] {
@@ -139,6 +146,11 @@ fn a_certificate_in_the_ca_file_is_verified() {
     early.not_before = date_time_ymd(2099, 1, 1);
     let mut of_clients = params(&NAMES);
     of_clients.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let mut expired_ca = expired.clone();
+    expired_ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let server = certify(expired_ca, Some(&root));
+    let refused = handshake(&server, &server.pem, trust(&root.pem), NAMES[0]).unwrap_err();
+    assert!(refused.to_string().contains("has expired"), "{refused}");
     for (params, says) in [
         (expired, "has expired, or the clock"),
         (early, "not valid yet, or the clock"),
@@ -162,15 +174,29 @@ fn another_certificate_is_refused_with_what_is_expected() {
     let twin = certify(other_name, None);
     let named = ca();
     let made_again = certify(named.clone(), None);
-    let of_named = certify(params(&NAMES), Some(&certify(named, None)));
+    let of_named = certify(params(&NAMES), Some(&certify(named.clone(), None)));
     let mut of_ca = ca();
     of_ca.subject_alt_names = params(&NAMES).subject_alt_names;
-    let issued_ca = certify(of_ca, Some(&root));
+    let issued_ca = certify(of_ca.clone(), Some(&root));
+    // A CA of the same name that has not signed it.
+    let ca_of_named = certify(of_ca.clone(), Some(&certify(named.clone(), None)));
+    let mut constrained = ca();
+    constrained.name_constraints = Some(NameConstraints {
+        permitted_subtrees: vec![GeneralSubtree::DnsName("example".to_owned())],
+        excluded_subtrees: Vec::new(),
+    });
+    let constrained = certify(constrained, None);
+    let ca_of_constrained = certify(of_ca, Some(&constrained));
+    // The key of a server signs no other server.
+    let of_leaf = certify(params(&NAMES), Some(&leaf));
     for (server, ca, says) in [
+        (&of_leaf, &leaf.pem, "a CA that this node does not trust"),
+        (&ca_of_named, &made_again.pem, "is a CA itself"),
+        (&ca_of_constrained, &constrained.pem, "is a CA itself"),
         (&leaf, &twin.pem, "a CA that this node does not trust"),
         (&twin, &leaf.pem, "a CA that this node does not trust"),
         (&of_named, &made_again.pem, "another CA of the same name has signed"),
-        (&issued_ca, &root.pem, "expected this certificate in the CA file, or one with CA:FALSE"),
+        (&issued_ca, &twin.pem, "expected this certificate in the CA file, or one with CA:FALSE"),
     ] {
         let refused = handshake(server, &server.pem, trust(ca), NAMES[0]).unwrap_err();
         assert!(matches!(refused, Refusal::Server(_)));

@@ -17,7 +17,7 @@ pub(crate) struct Failure {
     pub(crate) cause: StoreFailure,
     meaning: Option<Meaning>,
     /// The refused side of TLS.
-    refusal: Option<Refusal>,
+    refusal: Option<Box<Refusal>>,
 }
 
 /// When another attempt may succeed.
@@ -113,7 +113,7 @@ impl Failure {
 
     /// Endpoint and node do not accept each other. `text` is the text of the error.
     fn of_tls(refusal: Refusal, text: impl Into<String>) -> Self {
-        Self { refusal: Some(refusal), ..Self::new(Retry::OtherEndpoint, text) }
+        Self { refusal: Some(Box::new(refusal)), ..Self::new(Retry::OtherEndpoint, text) }
     }
 
     /// Adds the user and the required permission, or the TLS file to look at.
@@ -138,7 +138,7 @@ impl Failure {
             }
             _ => {}
         }
-        let file = match &self.refusal {
+        let file = match self.refusal.as_deref() {
             Some(Refusal::Server(_)) => options.ca.as_ref().map(|ca| format!("the cafile is {ca}")),
             Some(Refusal::Client(_)) => {
                 options.certificate.as_ref().map(|file| format!("the certfile is {file}"))

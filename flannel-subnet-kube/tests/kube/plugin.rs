@@ -94,7 +94,8 @@ async fn a_plugin_runs_again_when_its_credentials_expire() {
     plugin.prints(&json!({ "token": "second", "expirationTimestamp": after(3600) }));
     let requests = fixture.server.count("");
     let (one, other) = tokio::join!(manager.hints(), manager.hints());
-    (one.unwrap(), other.unwrap());
+    one.unwrap();
+    other.unwrap();
     assert_eq!(plugin.runs(), 2, "one run for all requests");
     assert_eq!(fixture.server.count("401"), 0);
     assert!(fixture.server.count("") > requests);
