@@ -17,6 +17,8 @@ PATH="$PATH:/usr/sbin:/sbin" command -v nft >/dev/null || needs+=(nftables)
 command -v strace >/dev/null || needs+=(strace)
 PATH="$PATH:/usr/sbin:/sbin" command -v ethtool >/dev/null || needs+=(ethtool)
 [ -x /usr/sbin/keepalived ] || needs+=(keepalived)
+[ -x /usr/sbin/firewalld ] || needs+=(firewalld)
+[ -x /usr/sbin/ufw ] || needs+=(ufw)
 # Elsewhere it comes with a kernel, below.
 [ "$(uname -m)" = x86_64 ] || command -v wg >/dev/null || needs+=(wireguard-tools)
 command -v systemd-analyze >/dev/null || needs+=(systemd)

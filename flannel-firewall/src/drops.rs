@@ -26,7 +26,7 @@ use flannel_netlink::nftables::{self, Base, ChainHead, Table, TableFamily, verdi
 use self::iptables::IptablesTable;
 pub use self::memory::LegacyMemory;
 use self::nft::{Known, NftTable};
-pub use self::packet::{Flow, PodPackets};
+pub use self::packet::{Flow, PodPackets, TunnelPackets};
 use self::packet::{Hook, Packet, Stage, TCP, UDP};
 use self::walk::{Hit, Walk, Way};
 use crate::error::Error;
@@ -159,8 +159,8 @@ pub struct Stops {
     pub unread: Vec<Error>,
 }
 
-/// Finds the rules of other programs that stop packets of pods, or translate packets between pods,
-/// in the network namespace of the runtime's threads.
+/// Finds the rules of other programs that stop packets of pods or of the tunnel, or translate
+/// packets between pods, in the network namespace of the runtime's threads.
 ///
 /// Only rules that surely match are found: a condition that this crate does not know, such as a set
 /// of `ipset`, never makes a finding. The packets are the first ones of connections, of TCP and

@@ -10,7 +10,8 @@ mod rules;
 mod status;
 
 pub use drops::{
-    Effect, Flow, LegacyMemory, PodPackets, Stop, StoppingRule, Stops, stopped_packets,
+    Effect, Flow, LegacyMemory, PodPackets, Stop, StoppingRule, Stops, TunnelPackets,
+    stopped_packets,
 };
 pub use error::Error;
 pub use firewall::{Firewall, Mode, Options, cleanup, cleanup_for_go, leftovers};

@@ -62,7 +62,7 @@ impl Datapath {
 }
 
 /// A kind of packet that nodes of a network send to each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Transport {
     /// UDP datagrams to this port.

@@ -1,6 +1,7 @@
 //! The commands that let packets of pods pass the rules of another program.
 
 use flannel_core::address::Family;
+use flannel_core::backend::Transport;
 use flannel_core::object::LinkName;
 use flannel_core::{Remedy, Subnet};
 use flannel_firewall::{Effect, Flow, Stop};
@@ -59,6 +60,9 @@ pub(crate) fn admit(stop: &Stop, network: Subnet, device: Option<LinkName>) -> R
     if stop.effect == Effect::Queue {
         return accept(stop, network).remark("or start the program that reads the queue");
     }
+    if let Some(remedy) = admit_tunnel(stop) {
+        return remedy;
+    }
     match Owner::of(stop) {
         Owner::Firewalld => Remedy::run(format!(
             "firewall-cmd --permanent --zone=trusted --add-source={network} && firewall-cmd \
@@ -76,6 +80,67 @@ pub(crate) fn admit(stop: &Stop, network: Subnet, device: Option<LinkName>) -> R
             ))
         }
         Owner::Other => accept(stop, network).remark(SETTINGS),
+    }
+}
+
+/// Lets the packets of the tunnel pass. `None` if the rule stops other packets too.
+fn admit_tunnel(stop: &Stop) -> Option<Remedy> {
+    let transports: Vec<Transport> = stop
+        .flows
+        .iter()
+        .map(|flow| if let Flow::Tunnel(transport) = flow { Some(*transport) } else { None })
+        .collect::<Option<_>>()?;
+    let each = |command: fn(Transport) -> String| {
+        transports.iter().map(|transport| command(*transport)).collect::<Vec<_>>()
+    };
+    Some(match Owner::of(stop) {
+        Owner::Firewalld => {
+            let mut commands = each(|transport| match transport {
+                Transport::Udp(port) => format!("firewall-cmd --permanent --add-port={port}/udp"),
+                Transport::Protocol(number) => {
+                    format!("firewall-cmd --permanent --add-protocol={number}")
+                }
+                _ => String::new(),
+            });
+            commands.push("firewall-cmd --reload".to_owned());
+            Remedy::run(commands.join(" && "))
+        }
+        Owner::Ufw => Remedy::run(
+            each(|transport| match transport {
+                Transport::Udp(port) => format!("ufw allow {port}/udp"),
+                // ufw knows no other protocols by number.
+                transport => format!("iptables -I INPUT {} -j ACCEPT", match_of(transport)),
+            })
+            .join(" && "),
+        ),
+        _ => {
+            let place = iptables(stop);
+            let commands: Vec<String> = transports
+                .iter()
+                .map(|transport| match (&place, transport) {
+                    (Some(iptables), transport) => {
+                        format!("{iptables} {} -j ACCEPT", match_of(*transport))
+                    }
+                    (None, Transport::Udp(port)) => {
+                        format!("{} udp dport {port} accept", nft(stop))
+                    }
+                    (None, Transport::Protocol(number)) => {
+                        format!("{} meta l4proto {number} accept", nft(stop))
+                    }
+                    _ => String::new(),
+                })
+                .collect();
+            Remedy::run(commands.join("; ")).remark(SETTINGS)
+        }
+    })
+}
+
+/// The condition for iptables.
+fn match_of(transport: Transport) -> String {
+    match transport {
+        Transport::Udp(port) => format!("-p udp --dport {port}"),
+        Transport::Protocol(number) => format!("-p {number}"),
+        _ => String::new(),
     }
 }
 
@@ -107,10 +172,9 @@ fn accept(stop: &Stop, network: Subnet) -> Remedy {
 /// iptables.
 fn iptables(stop: &Stop) -> Option<String> {
     let (family, table) = stop.table.split_once(' ')?;
-    let is_built_in = stop
-        .entered
-        .first()
-        .is_some_and(|base| matches!(&**base, "PREROUTING" | "FORWARD" | "OUTPUT" | "POSTROUTING"));
+    let is_built_in = stop.entered.first().is_some_and(|base| {
+        matches!(&**base, "PREROUTING" | "INPUT" | "FORWARD" | "OUTPUT" | "POSTROUTING")
+    });
     if !stop.legacy && !(is_built_in && TABLES.contains(&table) && family != "inet") {
         return None;
     }

@@ -16,6 +16,7 @@ const NEW: u16 = 1 << 3;
 const UNTRACKED: u16 = 1 << 7;
 /// The bits of kinds of addresses: `1 << RTN_…`.
 const UNICAST: u16 = 1 << 1;
+const LOCAL: u16 = 1 << 2;
 /// `XT_PHYSDEV_OP_BRIDGED`.
 const BRIDGED: u8 = 4;
 
@@ -38,7 +39,7 @@ pub(super) fn matches(it: &Extension, packet: &Packet) -> Match {
             in_state(mask, packet)
         }),
         ("mark", 1) => mark(info, packet),
-        ("addrtype", 1) => kinds(info),
+        ("addrtype", 1) => kinds(info, packet),
         ("tcp", _) if packet.protocol == TCP => tcp(info, packet),
         ("udp", _) if packet.protocol == UDP => {
             let inverted = info.get(8).copied().unwrap_or_default();
@@ -90,14 +91,16 @@ pub(super) fn masked_mark(is: [Byte; 4], mark: [u8; 4], mask: [u8; 4]) -> Option
     known
 }
 
-/// All addresses of pods are unicast, and none of another kind.
-fn kinds(info: &[u8]) -> Option<bool> {
+/// The address of a tunnel packet's destination is local. Other addresses are unicast.
+fn kinds(info: &[u8], packet: &Packet) -> Option<bool> {
     let (source, destination) = (short(info, 0)?, short(info, 2)?);
     let flags = word(info, 4)?;
     let inverted = u32::from_ne_bytes(flags);
-    let has =
-        |mask: u16, inverse: u32| mask == 0 || ((mask & UNICAST != 0) ^ (inverted & inverse != 0));
-    Some(has(source, 1) && has(destination, 2))
+    let has = |mask: u16, kind: u16, inverse: u32| {
+        mask == 0 || ((mask & kind != 0) ^ (inverted & inverse != 0))
+    };
+    let to = if matches!(packet.flow, super::Flow::Tunnel(_)) { LOCAL } else { UNICAST };
+    Some(has(source, UNICAST, 1) && has(destination, to, 2))
 }
 
 /// Whether the ports of the packet are in the ranges of the source and of the destination.

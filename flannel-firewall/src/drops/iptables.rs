@@ -167,7 +167,12 @@ fn condition<'w>(
         "--sport" | "--sports" | "--source-ports" => has_port(value, &[FROM_PORT]),
         "--dport" | "--dports" | "--destination-ports" => has_port(value, &[packet.port]),
         "--ports" => has_port(value, &[FROM_PORT, packet.port]),
-        "--src-type" | "--dst-type" => value.split(',').any(|kind| kind == "UNICAST").into(),
+        "--src-type" => value.split(',').any(|kind| kind == "UNICAST").into(),
+        "--dst-type" => {
+            let is_here = matches!(packet.flow, super::Flow::Tunnel(_));
+            let of_packet = if is_here { "LOCAL" } else { "UNICAST" };
+            value.split(',').any(|kind| kind == of_packet).into()
+        }
         "--tcp-flags" => {
             let wanted = words.next().unwrap_or_default();
             let is_asked = value.split(',').any(|flag| flag == "SYN" || flag == "ALL");

@@ -241,7 +241,11 @@ impl Run<'_, '_> {
             Property::Meta(key) => self.meta(*key),
             Property::Connection { key, .. } => self.connection(*key),
             Property::Route { result: ADDRESS_KIND, flags } if flags & PRESENT == 0 => {
-                let of_host = self.packet.flow == super::Flow::FromHost && flags & OF_SOURCE != 0;
+                let of_host = match self.packet.flow {
+                    super::Flow::FromHost => flags & OF_SOURCE != 0,
+                    super::Flow::Tunnel(_) => flags & OF_SOURCE == 0,
+                    _ => false,
+                };
                 let kind = if of_host { LOCAL } else { UNICAST };
                 kind.to_ne_bytes().map(Some).to_vec()
             }

@@ -6,6 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use flannel_core::Subnet;
 use flannel_core::address::Family;
+use flannel_core::backend::Transport;
 use flannel_core::object::LinkName;
 use flannel_netlink::nftables::program::index_of;
 use flannel_netlink::nftables::{TableFamily, hook};
@@ -43,6 +44,19 @@ pub struct PodPackets {
     pub to_peers: Vec<LinkName>,
     /// The device by which packets to other destinations leave. `None` if it is not known.
     pub uplink: Option<LinkName>,
+    /// Tunnel packets of another node. `None` without a tunnel, or if no other node is known.
+    pub tunnel: Option<TunnelPackets>,
+}
+
+/// Packets of the tunnel, which arrive on [`PodPackets::uplink`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TunnelPackets {
+    /// The address of another node.
+    pub from: IpAddr,
+    /// The address of this node.
+    pub to: IpAddr,
+    /// The kinds of packets.
+    pub transports: Vec<Transport>,
 }
 
 /// The way of packets of pods.
@@ -57,10 +71,13 @@ pub enum Flow {
     Outside,
     /// From this node itself to a pod of another node.
     FromHost,
+    /// From another node to this one: packets of the tunnel.
+    Tunnel(Transport),
 }
 
 impl Flow {
-    const ALL: [Self; 4] = [Self::FromPod, Self::ToPod, Self::Outside, Self::FromHost];
+    /// The ways of packets of pods.
+    const OF_PODS: [Self; 4] = [Self::FromPod, Self::ToPod, Self::Outside, Self::FromHost];
 
     /// Whether both ends are pods.
     pub(super) fn is_between_pods(self) -> bool {
@@ -76,6 +93,9 @@ impl fmt::Display for Flow {
             Self::ToPod => "from pods of other nodes to pods of this node",
             Self::Outside => "from pods of this node to addresses outside of the pod network",
             Self::FromHost => "from this node to pods of other nodes",
+            Self::Tunnel(transport) => {
+                return write!(f, "of the tunnel ({transport}) from other nodes to this node");
+            }
         })
     }
 }
@@ -178,6 +198,7 @@ impl Hook {
     pub(super) fn built_in(self) -> Option<&'static str> {
         match self {
             Self::Network(hook::PREROUTING) => Some("PREROUTING"),
+            Self::Network(hook::INPUT) => Some("INPUT"),
             Self::Network(hook::FORWARD) => Some("FORWARD"),
             Self::Network(hook::OUTPUT) => Some("OUTPUT"),
             Self::Network(hook::POSTROUTING) => Some("POSTROUTING"),
@@ -232,7 +253,8 @@ pub(super) struct Packet {
 impl Packet {
     /// The bytes of the header of the network, and of the transport.
     pub(super) fn headers(&self) -> (Vec<Byte>, Vec<Byte>) {
-        let transport_len: u16 = if self.protocol == TCP { 20 } else { 8 };
+        let transport_len = if self.protocol == TCP { 20 } else { 8 };
+        let has_ports = matches!(self.protocol, TCP | UDP);
         let known = |bytes: &[u8]| bytes.iter().map(|byte| Some(*byte)).collect::<Vec<_>>();
         let mut network = match (self.source, self.destination) {
             (IpAddr::V4(source), IpAddr::V4(destination)) => {
@@ -259,7 +281,8 @@ impl Packet {
         };
         let mut transport = known(&FROM_PORT.to_be_bytes());
         transport.extend(known(&self.port.to_be_bytes()));
-        transport.resize(usize::from(transport_len), None);
+        transport.retain(|_| has_ports);
+        transport.resize(transport_len, None);
         if self.protocol == TCP {
             // The length of the header, and the flag SYN.
             transport[12] = Some(0x50);
@@ -305,12 +328,12 @@ impl PodPackets {
             to_peers.push(End::Unknown);
         }
         let mut all = Vec::new();
-        for flow in Flow::ALL {
+        for flow in Flow::OF_PODS {
             let (source, destination) = match flow {
                 Flow::FromPod => (pod, remote),
                 Flow::ToPod => (remote, pod),
                 Flow::Outside => (pod, outside),
-                Flow::FromHost => (self.own.base(), remote),
+                _ => (self.own.base(), remote),
             };
             let packet = self.packet(flow, protocol, source, destination);
             if flow == Flow::Outside {
@@ -326,7 +349,24 @@ impl PodPackets {
                 all.push((packet.clone(), stages));
             }
         }
+        // Once, and not for each protocol of pods.
+        if protocol == UDP {
+            all.extend(self.tunnel.iter().flat_map(|tunnel| self.tunnel_packets(tunnel)));
+        }
         all
+    }
+
+    fn tunnel_packets(&self, tunnel: &TunnelPackets) -> impl Iterator<Item = (Packet, Vec<Stage>)> {
+        let TunnelPackets { from, to, transports } = tunnel;
+        transports.iter().map(|transport| {
+            let flow = Flow::Tunnel(*transport);
+            let protocol = if let Transport::Protocol(number) = transport { *number } else { UDP };
+            let mut packet = self.packet(flow, protocol, *from, *to);
+            if let Transport::Udp(port) = transport {
+                packet.port = *port;
+            }
+            (packet, stages(self.uplink.into(), End::None, flow))
+        })
     }
 
     fn packet(&self, flow: Flow, protocol: u8, source: IpAddr, destination: IpAddr) -> Packet {
@@ -390,6 +430,11 @@ fn stages(from: End, to: End, flow: Flow) -> Vec<Stage> {
         add(Hook::Network(hook::OUTPUT), End::None, to);
     } else {
         add(Hook::Ingress, from, End::None);
+        if matches!(flow, Flow::Tunnel(_)) {
+            add(Hook::Network(hook::PREROUTING), from, End::None);
+            add(Hook::Network(hook::INPUT), from, End::None);
+            return all;
+        }
         if flow != Flow::ToPod && is_bridge(from) {
             // The port of the pod is not known.
             add(Hook::Bridge(hook::PREROUTING), End::Unknown, End::None);

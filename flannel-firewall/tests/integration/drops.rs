@@ -5,24 +5,33 @@ use std::time::{Duration, Instant};
 use crate::fixture::tools::{Tools, nft};
 use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
 use flannel_core::address::{Dual, Family};
-use flannel_firewall::{LegacyMemory, PodPackets, Stop, stopped_packets};
+use flannel_core::backend::Transport;
+use flannel_firewall::{LegacyMemory, PodPackets, Stop, TunnelPackets, stopped_packets};
 use flannel_netlink::testing::{in_netns_async, ip};
 
 in_every_mode!(a_policy_of_iptables_is_found_and_rules_that_accept_pods_are_followed);
 
 /// The pods of [`Place::Pod`], with these devices.
 fn pods(bridge: &str, tunnel: &str, uplink: &str) -> Dual<PodPackets> {
-    let of = |network: &str, own: &str, peer: &str| PodPackets {
+    let of = |[network, own, peer]: [&str; 3], [from, to]: [&str; 2]| PodPackets {
         network: network.parse().unwrap(),
         own: own.parse().unwrap(),
         peer: peer.parse().ok(),
         bridge: bridge.parse().ok(),
         to_peers: vec![tunnel.parse().unwrap()],
         uplink: uplink.parse().ok(),
+        tunnel: Some(TunnelPackets {
+            from: from.parse().unwrap(),
+            to: to.parse().unwrap(),
+            transports: vec![Transport::Udp(8472)],
+        }),
     };
     Dual {
-        v4: Some(of("10.1.0.0/16", "10.1.7.0/24", "10.1.8.0/24")),
-        v6: Some(of("fd00:1::/48", "fd00:1:0:7::/64", "fd00:1:0:8::/64")),
+        v4: Some(of(["10.1.0.0/16", "10.1.7.0/24", "10.1.8.0/24"], ["192.0.2.8", "192.0.2.7"])),
+        v6: Some(of(
+            ["fd00:1::/48", "fd00:1:0:7::/64", "fd00:1:0:8::/64"],
+            ["2001:db8::8", "2001:db8::7"],
+        )),
     }
 }
 
@@ -102,6 +111,36 @@ fn a_rule_is_found_in_each_hook_and_family() {
                 found.len() == 1 && found[0].ends_with(&expected),
                 "{family} {hook}: {found:?}"
             );
+        }
+    });
+}
+
+#[test]
+fn packets_of_the_tunnel_are_followed_to_this_host() {
+    in_netns_async(|| async {
+        let tools = Tools::install();
+        ip("link add eth0 type bridge");
+        let both = ["IPv4", "IPv6"];
+        for (hook, rules, found) in [
+            ("input", "udp dport 8472 drop;", &both[..]),
+            ("prerouting", "iifname eth0 udp dport 8000-9000 drop;", &both),
+            ("input", "policy drop; ct state established,related accept;", &both),
+            ("input", "policy drop; ip saddr 192.0.2.0/24 accept;", &["IPv6"]),
+            ("input", "ip saddr 192.0.2.8 reject;", &["IPv4"]),
+            ("input", "fib daddr type local drop;", &both),
+            ("input", "fib daddr type != local drop;", &[]),
+            ("input", "policy drop; udp dport { 53, 8472 } accept;", &[]),
+            ("input", "iifname eth1 drop; udp dport 8473 drop; tcp dport 8472 drop;", &[]),
+            ("forward", "udp dport 8472 drop;", &[]),
+        ] {
+            nft(&format!("flush ruleset; {}", chain("inet", hook, rules)));
+            let stops = texts(&stops(&tools).await);
+            let expected = |family: &&str| {
+                stops
+                    .iter()
+                    .any(|stop| stop.starts_with(*family) && stop.ends_with(": Tunnel(Udp(8472))"))
+            };
+            assert!(found.iter().all(expected) && stops.len() == found.len(), "{rules} {stops:?}");
         }
     });
 }
@@ -327,13 +366,24 @@ fn firewalld_stops_pods_until_it_trusts_their_network() {
     in_netns_async(|| async {
         let tools = Tools::install();
         nft(include_str!("../rulesets/firewalld.nft"));
-        let found = texts(&stops(&tools).await);
-        let expected = Family::BOTH.map(|family| {
-            format!(
-                "{family} Reject rule `reject` of chain filter_FWD_public of table inet firewalld \
-                 (hook forward): FromPod,ToPod"
-            )
-        });
+        let of = |hook: &str, way: &str| {
+            Family::BOTH.map(|family| {
+                format!(
+                    "{family} Reject rule `reject` of chain filter_{way} of table inet firewalld \
+                     (hook {hook})"
+                )
+            })
+        };
+        let forward = of("forward", "FWD_public").map(|text| text + ": FromPod,ToPod");
+        let tunnel = of("input", "IN_public").map(|text| text + ": Tunnel(Udp(8472))");
+        let mut both = [forward, tunnel.clone()].concat();
+        both.sort();
+        assert_eq!(texts(&stops(&tools).await), both);
+        nft(concat!("flush ruleset\n", include_str!("../rulesets/firewalld-trusts-pods.nft")));
+        assert_eq!(texts(&stops(&tools).await), tunnel);
+        nft("add rule inet firewalld filter_IN_public_allow udp dport 8472 accept");
+        assert_eq!(texts(&stops(&tools).await), Vec::<String>::new());
+    });
         assert_eq!(found, expected);
         nft(concat!("flush ruleset\n", include_str!("../rulesets/firewalld-trusts-pods.nft")));
         assert_eq!(texts(&stops(&tools).await), Vec::<String>::new());

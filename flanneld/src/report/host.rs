@@ -20,6 +20,7 @@ pub(crate) async fn look(snapshot: &Snapshot, memory: &LegacyMemory) -> HostRepo
         public: running.iface.public,
         leases: network.view.leases.clone(),
         mtu: Some(running.handle.mtu),
+        transports: running.datapath.transports.clone(),
     };
     let mut report = host::check_host(checked, memory).await;
     report.findings.retain(|finding| finding.check != Check::DuplicateAddress);

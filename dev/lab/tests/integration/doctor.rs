@@ -54,7 +54,7 @@ fn cured(lab: &Lab, host: &Host) {
 
 /// The doctor's findings on a host, as `check severity text | repair`, without those that depend on
 /// the machine. A daemon on a busy machine may not answer in time: then the error is returned.
-fn findings(lab: &Lab, host: &Host, registry: Option<&str>) -> Vec<String> {
+pub(super) fn findings(lab: &Lab, host: &Host, registry: Option<&str>) -> Vec<String> {
     let value = examine(lab, host, registry, "--json");
     let value: Value =
         serde_json::from_str(&value).unwrap_or_else(|error| panic!("{error}: {value}"));

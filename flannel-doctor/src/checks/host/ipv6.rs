@@ -1,7 +1,7 @@
 //! The checks of IPv6 on devices of the host: whether it is on, and whether the host keeps what it got
 //! by router advertisements.
 
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::Ipv6Addr;
 use std::path::Path;
 
 use flannel_core::object::LinkName;
@@ -116,19 +116,6 @@ fn expiring_address(line: &str, device: LinkName) -> Option<Ipv6Addr> {
     let is_it = name == device.as_str() && length != "80" && flags & (TEMPORARY | PERMANENT) == 0;
     let address = u128::from_str_radix(address, 16).ok().filter(|_| is_it)?;
     Some(Ipv6Addr::from(address))
-}
-
-/// The bridge of pods: a device that is no tunnel, with an address of this node's subnets, else
-/// `cni0`.
-pub(super) fn bridge_of(facts: &HostFacts) -> Option<LinkName> {
-    let is_of_pods = |(device, address): &&(LinkName, IpAddr)| {
-        !facts.tunnels.contains(device) && facts.own.values().any(|own| own.contains(*address))
-    };
-    let found = facts.addresses.iter().find(is_of_pods).map(|(device, _)| *device);
-    found.or_else(|| {
-        let usual: LinkName = "cni0".parse().ok()?;
-        Path::new("/sys/class/net").join(usual.as_str()).exists().then_some(usual)
-    })
 }
 
 #[cfg(test)]

@@ -7,11 +7,12 @@ use std::path::Path;
 use std::str::FromStr;
 
 use flannel_core::address::{Dual, Family};
+use flannel_core::backend::Transport;
 use flannel_core::kernel::KernelError;
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Kernel, Subnet, Subnets};
-use flannel_firewall::{LegacyMemory, PodPackets, Programs, stopped_packets};
+use flannel_firewall::{LegacyMemory, PodPackets, Programs, TunnelPackets, stopped_packets};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Interface;
 
@@ -19,7 +20,7 @@ use super::HostFacts;
 use super::bridges::{devices_with, shared_by};
 use super::cni::{CONFIGS, read_superseded};
 use super::foreign::MAIN;
-use super::ipv6::{bridge_of, read_expiring, read_off};
+use super::ipv6::{read_expiring, read_off};
 use super::limits::Tracked;
 
 /// The largest number of peers whose routes are looked up.
@@ -44,13 +45,15 @@ pub struct CheckedNetwork {
     pub leases: LeaseSet,
     /// The MTU that the network has for pods, in bytes, or `None` if it is not known.
     pub mtu: Option<u32>,
+    /// The packets that nodes send to each other, besides packets of pods.
+    pub transports: Vec<Transport>,
 }
 
 /// Reads all facts. A failure to read one is noted in `unread`.
 pub(super) async fn read(network: CheckedNetwork, memory: &LegacyMemory) -> HostFacts {
     let read = tokio::task::spawn_blocking(move || {
         let (facts, kernel) = read_host(&network);
-        let packets = facts.pod_packets(kernel.as_ref());
+        let packets = facts.pod_packets(kernel.as_ref(), &network.transports);
         (facts, packets)
     });
     // The task fails only if the runtime shuts down.
@@ -205,7 +208,11 @@ impl HostFacts {
     }
 
     /// The packets of pods whose way through the rules of other programs is followed.
-    fn pod_packets(&self, kernel: Option<&NetlinkKernel>) -> Dual<PodPackets> {
+    fn pod_packets(
+        &self,
+        kernel: Option<&NetlinkKernel>,
+        transports: &[Transport],
+    ) -> Dual<PodPackets> {
         let of = |family: Family| {
             let of_peer = |(subnets, _): &(Subnets, _)| {
                 subnets.iter().find(|subnet| subnet.family() == family)
@@ -230,17 +237,35 @@ impl HostFacts {
                 bridge: self.bridge(),
                 to_peers,
                 uplink: self.uplink,
+                tunnel: self.tunnel_packets(family, transports),
             })
         };
         Dual { v4: of(Family::V4), v6: of(Family::V6) }
     }
 
-    /// The bridge of the pods: a device with an address in this node's subnet that is no tunnel.
+    /// Tunnel packets from a peer to this node. Their family is that of the nodes' addresses.
+    fn tunnel_packets(&self, family: Family, transports: &[Transport]) -> Option<TunnelPackets> {
+        let public = self.public[family]?;
+        let of_uplink = |(device, _): &&(LinkName, IpAddr)| Some(*device) == self.uplink;
+        let mut own = self.addresses.iter().filter(of_uplink).map(|(_, address)| *address);
+        // Behind NAT it is another address.
+        let is_here = own.clone().any(|address| address == public);
+        let to = if is_here { Some(public) } else { own.find(|to| Family::of(*to) == family) };
+        Some(TunnelPackets {
+            from: self.peers.iter().find_map(|(_, public)| public[family])?,
+            to: to?,
+            transports: transports.to_vec(),
+        })
+    }
+
+    /// The bridge of pods: a device that is no tunnel, with an address of this node's subnets, else
+    /// `cni0`.
     fn bridge(&self) -> Option<LinkName> {
         let of_pods = |(device, address): &&(LinkName, IpAddr)| {
             !self.tunnels.contains(device) && self.own.values().any(|own| own.contains(*address))
         };
-        self.addresses.iter().find(of_pods).map(|(device, _)| *device)
+        let found = self.addresses.iter().find(of_pods).map(|(device, _)| *device);
+        found.or_else(|| "cni0".parse().ok().filter(|usual| is_there(*usual)))
     }
 
     /// Looks for a peer that this host reaches through another device than the external interface,

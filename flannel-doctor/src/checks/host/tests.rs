@@ -1,5 +1,6 @@
 use std::collections::BTreeSet;
 
+use flannel_core::backend::Transport;
 use flannel_firewall::{Effect, Flow, Stop, StoppingRule};
 use flannel_netlink::Taken;
 use flannel_netlink::foreign::{RuleAction, Share};
@@ -104,6 +105,9 @@ fn only_stop(mut stop: Stop, change: impl FnOnce(&mut Stop)) -> String {
 fn a_rule_that_stops_packets_is_named_with_the_command_of_its_program() {
     const FORWARDED: [Flow; 3] = [Flow::FromPod, Flow::ToPod, Flow::Outside];
     const PODS: [Flow; 1] = [Flow::ToPod];
+    let tunnel =
+        |transport, table: &str, entered: &[&str]| stop(&[Flow::Tunnel(transport)], table, entered);
+    let udp = Transport::Udp(8472);
     let of = |table: &str, entered: &[&str]| stop(&FORWARDED, table, entered);
     let pod = || -> BTreeSet<IpAddr> { ["10.1.5.9".parse().unwrap()].into() };
     for (finding, parts) in [
@@ -116,6 +120,21 @@ fn a_rule_that_stops_packets_is_named_with_the_command_of_its_program() {
                 "| firewall-cmd --permanent --zone=trusted --add-source=10.1.0.0/16 && \
                  firewall-cmd --reload",
             ],
+        ),
+        (
+            only_stop(tunnel(udp, "inet firewalld", &["filter_INPUT"]), |_| {}),
+            [
+                "rejects IPv4 packets of the tunnel (UDP port 8472) from other nodes to this node",
+                "| firewall-cmd --permanent --add-port=8472/udp && firewall-cmd --reload",
+            ],
+        ),
+        (
+            only_stop(tunnel(udp, "ip filter", &["INPUT", "ufw-reject-input"]), |_| {}),
+            ["ufw-reject-input", "| ufw allow 8472/udp"],
+        ),
+        (
+            only_stop(tunnel(Transport::Protocol(4), "ip filter", &["INPUT"]), |_| {}),
+            ["IP protocol 4", "| iptables -I INPUT 3 -p 4 -j ACCEPT # also put it"],
         ),
         (
             only_stop(of("ip filter", &["FORWARD", "ufw-reject-forward"]), |_| {}),

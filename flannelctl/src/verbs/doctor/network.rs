@@ -289,6 +289,7 @@ async fn of_config(
                 public,
                 leases: leases.clone(),
                 mtu,
+                transports: backends.datapath(&config).transports,
             };
             examination.host(check_host(checked, &LegacyMemory::default()).await);
         }
