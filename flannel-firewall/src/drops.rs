@@ -463,3 +463,74 @@ fn in_saved(saved: &str, pods: &PodPackets, queues: &Queues) -> Result<Vec<Stop>
         Ok(found)
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pods() -> PodPackets {
+        PodPackets {
+            network: "10.1.0.0/16".parse().unwrap(),
+            own: "10.1.7.0/24".parse().unwrap(),
+            peer: None,
+            bridge: "cni0".parse().ok(),
+            to_peers: vec!["flannel.1".parse().unwrap()],
+            uplink: "eth0".parse().ok(),
+            tunnel: None,
+        }
+    }
+
+    /// The stops of a chain `FORWARD` with these rules, of other chains, and of a policy.
+    fn forward(rules: &str, pods: &PodPackets) -> Vec<String> {
+        let rules = rules.split("; ").map(|rule| format!("-A {rule}\n")).collect::<String>();
+        let saved = format!(
+            "*filter\n:FORWARD DROP [0:0]\n:A - [0:0]\n:B - [0:0]\n:END - [0:0]\n-A END -j DROP\n\
+             {rules}-A FORWARD -s 10.1.0.0/16 -j ACCEPT\n-A FORWARD -i flannel.1 -j ACCEPT\n\
+             COMMIT\n"
+        );
+        let queues = Queues { read: Some([3].into()) };
+        let stops = in_saved(&saved, pods, &queues).unwrap();
+        let text = |stop: &Stop| {
+            let rule = stop.rule.as_ref().map_or(0, |rule| rule.number);
+            format!("{:?} {} {rule}", stop.effect, stop.chain)
+        };
+        stops.iter().map(text).collect()
+    }
+
+    /// A condition that is not known protects the rules behind it, unless nothing can end there.
+    #[test]
+    fn a_walk_finds_what_a_packet_surely_reaches() {
+        for (rules, found) in [
+            ("FORWARD -j A", &[][..]),
+            ("FORWARD -j A; A -j END", &["Drop END 1"]),
+            ("FORWARD -j A; A -j RETURN; A -j DROP", &[]),
+            ("FORWARD -g A; A -j RETURN", &["Drop FORWARD 0"]),
+            ("FORWARD -j A; A -g B; A -j DROP; B -i cni0 -j RETURN", &[]),
+            ("FORWARD -m x --x -j END; FORWARD -j DROP", &[]),
+            ("FORWARD -m x --x -j A; FORWARD -j DROP; A -j LOG", &["Drop FORWARD 2"]),
+            ("FORWARD -m x --x -j A; FORWARD -j DROP; A -m y --y -j ACCEPT", &[]),
+            ("FORWARD -j A; FORWARD -j DROP; A -m x --x -j RETURN", &["Drop FORWARD 2"]),
+            ("FORWARD -j A; A -m x --x -j RETURN; A -j DROP; FORWARD -j REJECT", &[]),
+            ("FORWARD -m x --x -g A; FORWARD -j DROP", &[]),
+            ("FORWARD -j A; A -j B; B -j A", &[]),
+            ("FORWARD -j NFQUEUE --queue-num 3", &[]),
+            ("FORWARD -j NFQUEUE --queue-num 4", &["Queue FORWARD 1"]),
+            ("FORWARD -j NFQUEUE --queue-num 4 --queue-bypass", &[]),
+            ("FORWARD -j NEWTARGET; FORWARD -j DROP", &[]),
+            ("FORWARD -m set ! --match-set x src -j DROP", &[]),
+            ("FORWARD -m conntrack ! --ctstate NEW -j DROP", &[]),
+        ] {
+            assert_eq!(forward(rules, &pods()), found, "{rules}");
+        }
+    }
+
+    /// Calico gives each pod a device of its own.
+    #[test]
+    fn without_a_bridge_no_rule_about_a_device_is_found() {
+        let unknown = PodPackets { bridge: None, uplink: None, to_peers: Vec::new(), ..pods() };
+        for rules in ["FORWARD -i cni0 -j DROP", "FORWARD ! -i cali+ -j DROP"] {
+            assert_eq!(forward(rules, &unknown), [""; 0], "{rules}");
+        }
+        assert_eq!(forward("FORWARD -s 10.1.7.0/24 -j DROP", &unknown), ["Drop FORWARD 1"]);
+    }
+}

@@ -270,7 +270,10 @@ pub(crate) mod tests {
                 vec![]
             ]
         );
-        let of = async |address: &str| why::why(&snapshot, address.parse().unwrap()).await.tunnel;
+        let memory = flannel_firewall::LegacyMemory::default();
+        let of = async |address: &str| {
+            why::why(&snapshot, &memory, address.parse().unwrap()).await.tunnel
+        };
         assert_eq!(of("10.1.8.9").await, Some(tunnel(None, None, 0)));
         assert_eq!(of("10.1.9.9").await, None);
     }

@@ -175,7 +175,8 @@ fn iptables(stop: &Stop) -> Option<String> {
     let is_built_in = stop.entered.first().is_some_and(|base| {
         matches!(&**base, "PREROUTING" | "INPUT" | "FORWARD" | "OUTPUT" | "POSTROUTING")
     });
-    if !stop.legacy && !(is_built_in && TABLES.contains(&table) && family != "inet") {
+    let is_of_iptables = is_built_in && TABLES.contains(&table) && family != "inet";
+    if !stop.legacy && !is_of_iptables {
         return None;
     }
     let program = if stop.family == Family::V4 { "iptables" } else { "ip6tables" };

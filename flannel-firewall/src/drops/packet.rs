@@ -387,8 +387,8 @@ impl PodPackets {
         }
     }
 
-    /// The same packet from or to the pod `address`, perhaps to another port. `None` if no end of it
-    /// is such a pod.
+    /// The same packet from or to the pod `address`, perhaps to another port. `None` if no end of
+    /// it is such a pod.
     pub(super) fn with(
         &self,
         packet: &Packet,

@@ -217,7 +217,8 @@ fn large_sets_are_asked_and_not_read() {
             let many = many.join(", ");
             nft(&format!(
                 "flush ruleset; table ip big {{ set many {{ type ipv4_addr; flags interval; \
-                 elements = {{ {more}{many} }}; }}; map ways {{ type ipv4_addr : verdict; elements = \
+                 elements = {{ {more}{many} }}; }}; map ways {{ type ipv4_addr : verdict; \
+                 elements = \
                  {{ 10.1.7.254 : goto no, 172.16.9.9 : accept }}; }}; chain no {{ drop; }}; \
                  chain gate {{ type filter hook forward priority 0; {rule} }}; }}"
             ));
@@ -301,9 +302,8 @@ fn a_translation_between_pods_is_found_and_flannels_own_is_not() {
 fn a_dormant_table_has_no_effect() {
     in_netns_async(|| async {
         let tools = Tools::install();
-        nft(
-            "table inet guard { flags dormant; chain gate { type filter hook forward priority 0; drop; }; }",
-        );
+        nft("table inet guard { flags dormant; chain gate { type filter hook forward priority 0; \
+             drop; }; }");
         assert_eq!(texts(&stops(&tools).await), Vec::<String>::new());
     });
 }
@@ -359,8 +359,8 @@ fn conditions_of_iptables_are_understood() {
 /// Tables of iptables without rules.
 const EMPTY: &str = "*filter\n:FORWARD ACCEPT\nCOMMIT\n*nat\nCOMMIT\n*raw\nCOMMIT\n";
 
-/// The rules of firewalld 1.3, with the external interface in the zone `public`, whose other members
-/// may reach each other by it.
+/// The rules of firewalld 1.3, with the external interface in the zone `public`, by which all may
+/// leave.
 #[test]
 fn firewalld_stops_pods_until_it_trusts_their_network() {
     in_netns_async(|| async {
