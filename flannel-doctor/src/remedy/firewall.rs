@@ -5,6 +5,7 @@ use flannel_core::backend::Transport;
 use flannel_core::object::LinkName;
 use flannel_core::{Remedy, Subnet};
 use flannel_firewall::{Effect, Flow, Stop};
+use flannel_netlink::nftables::program::Translation;
 
 /// The tables of iptables.
 const TABLES: [&str; 5] = ["raw", "mangle", "nat", "filter", "security"];
@@ -62,6 +63,14 @@ pub(crate) fn admit(stop: &Stop, network: Subnet, device: Option<LinkName>) -> R
     }
     if let Some(remedy) = admit_tunnel(stop) {
         return remedy;
+    }
+    // Docker masquerades the packets of its bridge, which has addresses of flannel here.
+    let names_docker = stop.rule.as_ref().is_some_and(|rule| rule.text.contains("docker"));
+    if stop.effect == Effect::Translate(Translation::Masquerade) && names_docker {
+        return accept(stop, network).remark(
+            "that lasts until Docker starts again: start dockerd with --ip-masq=false, which \
+             flannelctl docker-opts writes if flannel masquerades",
+        );
     }
     match Owner::of(stop) {
         Owner::Firewalld => Remedy::run(format!(

@@ -223,6 +223,23 @@ async fn a_jump_is_between_policies_and_a_rule_that_rejects_everything(
     is_ordered(&["DROP", "MYPOLICY", "REJECT"]);
 }
 
+/// A program that insists on a rule that no packet passes causes few repairs, and is reported.
+#[test]
+fn a_contest_for_a_place_that_packets_reach_is_reported() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let fixture = Fixture::new();
+        let kind = Kind::IptablesNft;
+        let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+        for repairs in 1..=3 {
+            assert_eq!(running.status.borrow().contest, None);
+            fixture.tools.iptables(kind, Family::V6, "-I FORWARD -j DROP");
+            running.until(|status| status.repairs >= repairs).await;
+        }
+        let place = Some(Contested::Place(Fault::Unreached));
+        running.until(|status| status.contest == place).await;
+    });
+}
+
 async fn nftables_rules_leave_nothing_in_iptables(fixture: &Fixture) {
     fixture.tools.iptables(Kind::IptablesNft, Family::V4, "-A FORWARD -j REJECT");
     let running = Running::start(fixture, Kind::Nftables, rules_of(Place::Pod, ALL), RESYNC).await;

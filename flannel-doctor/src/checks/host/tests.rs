@@ -4,6 +4,7 @@ use flannel_core::backend::Transport;
 use flannel_firewall::{Effect, Flow, Stop, StoppingRule};
 use flannel_netlink::Taken;
 use flannel_netlink::foreign::{RuleAction, Share};
+use flannel_netlink::nftables::program::Translation;
 
 use super::*;
 
@@ -179,6 +180,18 @@ fn a_rule_that_stops_packets_is_named_with_the_command_of_its_program() {
                  lasts until Docker starts again: start dockerd with --allow-direct-routing \
                  (Docker 28.2 and later), or make its network with -o \
                  com.docker.network.bridge.trusted_host_interfaces=flannel.1",
+            ],
+        ),
+        (
+            only_stop(stop(&[Flow::FromPod], "ip nat", &["POSTROUTING"]), |stop| {
+                stop.effect = Effect::Translate(Translation::Masquerade);
+                let text = "oifname != \"docker0\" ip saddr 10.1.5.0/24 -j MASQUERADE";
+                stop.rule = Some(StoppingRule::new(text, 1, Some(4)));
+            }),
+            [
+                "gives other addresses to IPv4 packets from pods of this node to pods of other",
+                "| iptables -t nat -I POSTROUTING 1 -s 10.1.0.0/16 -d 10.1.0.0/16 -j ACCEPT # \
+                 that lasts until Docker starts again: start dockerd with --ip-masq=false",
             ],
         ),
         (
