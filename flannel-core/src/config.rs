@@ -2,8 +2,8 @@
 //!
 //! **Source**: flannel `pkg/subnet/config.go: ParseConfig, CheckNetworkConfig`. Different on
 //! purpose:
-//! - The checks run for every store (Go: etcd only). A store that assigns subnets itself ignores the
-//!   fields of the division, as Go does in Kubernetes.
+//! - The checks run for every store (Go: etcd only). A store that assigns subnets itself ignores
+//!   the fields of the division, as Go does in Kubernetes.
 //! - A missing `Backend` means `vxlan`, as flannel documents (Go: `udp`).
 //! - Further errors are a `SubnetMin` above `SubnetMax`, an IPv4 subnet in `IPv6Network`, and a
 //!   config that enables no family.

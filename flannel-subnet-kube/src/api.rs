@@ -342,7 +342,8 @@ fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
         Cause::Tls(refusal @ Refusal::Server(_)) => {
             let text = format!(
                 "the API server's certificate is not accepted ({reason}): {refusal}; expected one \
-                 that the CA of the kubeconfig or of the service account has signed for this address"
+                 that the CA of the kubeconfig or of the service account has signed for this \
+                 address"
             );
             let is_of_time = of_time == StoreFailure::CertificateTime;
             refused(text, if is_of_time { of_time } else { StoreFailure::ServerCertificate })

@@ -25,7 +25,7 @@ pub enum Trust {
     System,
     /// Servers with one of these certificates, in DER, or with one that these have signed.
     Certificates(Vec<Vec<u8>>),
-    /// All servers. The connection is encrypted, but whoever answers can be anyone.
+    /// All servers. The connection is encrypted, but the server that answers can be any.
     Anyone,
 }
 
@@ -173,8 +173,8 @@ impl Verifier {
     }
 }
 
-/// Verifies a certificate that is trusted, or issued by a trusted CA: its period, its purpose and its names. It
-/// may be a CA.
+/// Verifies a certificate that is trusted, or issued by a trusted CA: its period, its purpose and
+/// its names. It may be a CA.
 fn verify_itself(
     end_entity: &CertificateDer<'_>,
     server_name: &ServerName<'_>,

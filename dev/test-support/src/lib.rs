@@ -3,10 +3,9 @@
 //! [`eventually`] and [`eventually_async`] wait until a condition holds, and panic after a deadline
 //! with the place of the call and a message. A condition is a `bool`, or an `Option` whose value
 //! is returned. [`Logged`] collects the log. [`write_script`] writes a program. [`receive_from`]
-//! receives a datagram. [`guest`] runs a
-//! test in a kernel of its own. [`mod@unit`] has the restrictions of the systemd unit. [`forge`]
-//! sends forged ICMP messages. [`packet`] makes packets of UDP and of vxlan. [`v1_certificate`] is a
-//! client certificate of X.509 v1.
+//! receives a datagram. [`guest`] runs a test in a kernel of its own. [`mod@unit`] has the
+//! restrictions of the systemd unit. [`forge`] sends forged ICMP messages. [`packet`] makes packets
+//! of UDP and of vxlan. [`v1_certificate`] is a client certificate of X.509 v1.
 //!
 //! ```
 //! use std::time::{Duration, Instant};

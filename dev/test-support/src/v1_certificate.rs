@@ -1,5 +1,5 @@
-//! A client certificate of X.509 v1, with its key and its CA. Many tools make such certificates, and
-//! `rcgen` does not.
+//! A client certificate of X.509 v1, with its key and its CA. Many tools make such certificates,
+//! and `rcgen` does not.
 //!
 //! ```sh
 //! openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 36500 \

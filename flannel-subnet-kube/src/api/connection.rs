@@ -258,7 +258,7 @@ impl Connection {
             tracing::warn!(
                 server = self.url(),
                 "insecure-skip-tls-verify: the certificate of the API server is not verified, so \
-                 whoever answers in its place gets the credentials of this node"
+                 any server that answers in its place gets the credentials of this node"
             );
         }
     }

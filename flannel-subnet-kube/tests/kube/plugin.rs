@@ -12,7 +12,8 @@ use test_support::{Logged, write_script};
 
 use crate::fixture::{Fixture, V4, blank, until};
 
-/// A plugin, which notes that it ran, saves its `KUBERNETES_EXEC_INFO`, and prints the file `answer`.
+/// A plugin, which notes that it ran, saves its `KUBERNETES_EXEC_INFO`, and prints the file
+/// `answer`.
 struct Plugin<'a>(&'a Fixture);
 
 const VERSION: &str = "client.authentication.k8s.io/v1";
@@ -64,6 +65,11 @@ fn after(seconds: u64) -> Value {
     let time = std::time::SystemTime::now() + Duration::from_secs(seconds);
     let time = k8s_openapi::jiff::Timestamp::try_from(time).unwrap();
     serde_json::to_value(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(time)).unwrap()
+}
+
+/// A client certificate and its key, as a plugin prints them.
+fn pair(certificate: &str, key: &str) -> Value {
+    json!({ "clientCertificateData": certificate, "clientKeyData": key })
 }
 
 #[tokio::test]
@@ -123,8 +129,7 @@ async fn a_plugin_may_print_a_client_certificate() {
     server.expect_clients_of(&clients.pem());
     let key = KeyPair::generate().unwrap();
     let certificate = CertificateParams::default().signed_by(&key, &clients).unwrap().pem();
-    let status = |certificate: &str, key: &str| json!({ "clientCertificateData": certificate, "clientKeyData": key });
-    plugin.prints(&status(&certificate, &key.serialize_pem()));
+    plugin.prints(&pair(&certificate, &key.serialize_pem()));
     std::fs::write(plugin.path("ca.pem"), signed.cert.pem()).unwrap();
     let cluster = format!("server: \"{}\", certificate-authority: ca.pem", server.url());
     plugin.open(&cluster).await.unwrap().hints().await.unwrap();
@@ -146,7 +151,7 @@ async fn a_plugin_may_print_a_client_certificate() {
     }
 
     let other = KeyPair::generate().unwrap().serialize_pem();
-    plugin.prints(&status(&certificate, &other));
+    plugin.prints(&pair(&certificate, &other));
     let error = plugin.open(&cluster).await.unwrap_err().to_string();
     assert!(error.contains("the key in clientKeyData of the plugin does not belong"), "{error}");
 }
