@@ -157,8 +157,8 @@ fn offload(link: LinkName) -> Option<bool> {
     Some(line.starts_with("on"))
 }
 
-/// Devices of other programs on the ports of those of `links` that are down. A device that is up has
-/// its port. A device that cannot be read is left out.
+/// Devices of other programs on the ports of those of `links` that are down. A device that is up
+/// has its port. A device that cannot be read is left out.
 fn port_holders(kernel: &NetlinkKernel, links: &[Link]) -> Vec<(LinkName, PortHolder)> {
     let mut found = Vec::new();
     for link in links.iter().filter(|link| !link.up) {

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use crate::programs::flannelctl;
 use crate::reader::Reader;
-use crate::running::{Daemon, wait_until};
+use crate::running::{Daemon, take_the_port, wait_until};
 
 /// The range of this node's subnet, which no test uses for peers or addresses.
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0",
@@ -232,9 +232,7 @@ fn readyz_is_200_only_while_everything_is_in_place() {
             );
         }
 
-        // The kernel removes the device's IPv6 addresses and accepts no new ones.
-        let switch = "/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6";
-        fs::write(switch, "1").unwrap();
+        take_the_port(&daemon);
         daemon.wait_for_log("not in sync: the kernel refused");
         assert_eq!((http("/readyz").0, metric("flannel_ready")), (503, 0.0));
         let state = |state| labelled("flannel_objects", &[("object", "route"), ("state", state)]);
@@ -253,7 +251,7 @@ fn readyz_is_200_only_while_everything_is_in_place() {
         assert!(code == 1 && text.contains("NOT READY"), "{text}");
         let (_, why) = place.fails(&["why", "fd00:1:0:7::9"]);
         assert!(why.contains("FAILING"), "{why}");
-        fs::write(switch, "0").unwrap();
+        ip("link delete other");
         ready(&daemon);
     });
 }

@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use test_support::write_script;
 
-use crate::running::{Daemon, wait_until};
+use crate::running::{Daemon, take_the_port, wait_until};
 
 const PREFIX: &str = "flannel.alpha.coreos.com/";
 const VXLAN: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
@@ -748,18 +748,12 @@ fn the_condition_is_true_while_the_data_path_is_broken() {
         let host = Host::new(1, DUAL);
         let daemon = host.start(&server, &[]);
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
-        // The kernel removes the device's IPv6 addresses and accepts no new ones.
-        let switch = |value: &str| {
-            host.netns.run(|| {
-                fs::write("/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6", value).unwrap();
-            });
-        };
-        switch("1");
+        host.netns.run(|| take_the_port(&daemon));
         daemon.wait_for_log("not in sync: the kernel refused");
         wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
         let message = server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
         assert!(message.as_str().unwrap().starts_with("the kernel refuses: put "), "{message}");
-        switch("0");
+        host.netns.run(|| ip("link delete other"));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         let routes = host.netns.run(|| ip("-6 route show dev flannel-v6.1"));
         assert!(routes.contains("fd00:0:0:2::/64"), "{routes}");
@@ -984,7 +978,7 @@ fn a_subnet_file_is_removed_if_the_node_has_other_podcidrs_or_none() {
         for cidr in [None, Some("10.9.0.0/24")] {
             fs::write(host.subnet_file(), stale("10.1.1.1/24")).unwrap();
             let mut node = blank(&["10.1.1.0/24"]);
-            node["spec"] = cidr.map_or(json!({}), |cidr| json!({ "podCIDR": cidr }));
+            node["spec"] = cidr.map_or_else(|| json!({}), |cidr| json!({ "podCIDR": cidr }));
             server.put_node("node-1", node);
             let daemon = host.start(&server, &[]);
             wait_until(|| host.subnet_env().is_empty(), || daemon.log());

@@ -5,6 +5,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use flannel_netlink::testing::ip;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -72,4 +73,14 @@ impl Drop for Daemon {
 /// Waits until `condition` is true. Fails with the text of `otherwise`.
 pub(crate) fn wait_until(condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
     test_support::eventually(Duration::from_secs(60), condition, otherwise);
+}
+
+/// Makes a foreign vxlan device that takes the UDP port of `flannel-v6.1`, which then cannot be set
+/// up again. The daemon stands still meanwhile.
+pub(crate) fn take_the_port(daemon: &Daemon) {
+    ip("link add other type vxlan id 9 gbp dstport 8472 local 2001:db8::1 dev eth0");
+    daemon.signal(Signal::SIGSTOP);
+    ip("link set flannel-v6.1 down");
+    ip("link set other up");
+    daemon.signal(Signal::SIGCONT);
 }

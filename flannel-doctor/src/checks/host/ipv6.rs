@@ -1,5 +1,5 @@
-//! The checks of IPv6 on devices of the host: whether it is on, and whether the host keeps what it got
-//! by router advertisements.
+//! The checks of IPv6 on devices of the host: whether it is on, and whether the host keeps what it
+//! got by router advertisements.
 
 use std::net::Ipv6Addr;
 use std::path::Path;
@@ -74,8 +74,8 @@ pub(super) fn read_off(bridge: Option<LinkName>) -> Option<Off> {
     (value != 0).then(|| bridge.map_or(Off::NewDevices, Off::Bridge))
 }
 
-/// Reads what expires on the device, because it ignores router advertisements. With `accept_ra` 0, a
-/// program such as systemd-networkd follows them.
+/// Reads what expires on the device, because it ignores router advertisements. With `accept_ra` 0,
+/// a program such as systemd-networkd follows them.
 pub(super) fn read_expiring(device: LinkName) -> Option<Expiring> {
     let setting = |key: &str| sysctl::<u8>(&format!("net/ipv6/conf/{device}/{key}"));
     // Linux `include/net/ipv6.h: ipv6_accept_ra`.

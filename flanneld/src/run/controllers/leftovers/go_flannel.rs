@@ -88,8 +88,8 @@ impl GoFlannel {
         }
     }
 
-    /// Records that this daemon removed the subnet file. The routes of its writer may still be there
-    /// after another start.
+    /// Records that this daemon removed the subnet file. The routes of its writer may still be
+    /// there after another start.
     pub(crate) fn removed_subnet_file(&self) {
         if self.left_routes()
             && let Err(error) = state_dir::replace(&self.record, REMOVED)
