@@ -144,6 +144,16 @@ pub async fn check_host(network: CheckedNetwork, memory: &LegacyMemory) -> HostR
     tokio::task::spawn_blocking(check).await.unwrap_or_default()
 }
 
+/// The finding about the first rule of another program that stops packets to the pod `address`, or
+/// `None` if no such rule is found. Results of external programs may come from `memory`.
+pub async fn stop_on_the_way(
+    network: CheckedNetwork,
+    memory: &LegacyMemory,
+    address: IpAddr,
+) -> Option<Finding> {
+    stops::on_the_way(&read(network, memory).await, address)
+}
+
 /// All findings, errors first.
 fn check(facts: &HostFacts) -> Vec<Finding> {
     let mut found = forwarding(facts);

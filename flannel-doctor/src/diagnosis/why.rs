@@ -18,6 +18,7 @@ use flannel_core::object::{LinkName, Object, Via};
 use flannel_core::status::{ObjectState, Rejection};
 use flannel_core::{Config, Kernel, Lease, Remedy};
 
+use crate::finding::Finding;
 use crate::remedy::{one_vni, render};
 
 /// Looks up the route to an address, on a thread for blocking work.
@@ -57,6 +58,8 @@ pub struct RouteInputs<'a> {
     pub device: Option<LinkName>,
     /// The kernel's answer.
     pub answer: Result<RouteAnswer, KernelError>,
+    /// The finding about a rule of another program that stops the packets.
+    pub stop: Option<Finding>,
 }
 
 impl Default for RouteInputs<'_> {
@@ -70,6 +73,7 @@ impl Default for RouteInputs<'_> {
             explanation: None,
             device: None,
             answer: Ok(RouteAnswer::default()),
+            stop: None,
         }
     }
 }
@@ -87,8 +91,11 @@ pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
         .flat_map(|e| &e.objects)
         .map(|(object, how)| wanted(object, how))
         .collect();
-    let Verdict { ok, text, remedy } =
-        verdict(address, facts, own.is_some(), network.is_some(), lease);
+    let mut verdict = verdict(address, facts, own.is_some(), network.is_some(), lease);
+    if let Some(stop) = facts.stop.as_ref().filter(|_| verdict.ok) {
+        verdict = Verdict::bad(stop.text.clone(), stop.remedy.clone());
+    }
+    let Verdict { ok, text, remedy } = verdict;
     WhyReport {
         version: VERSION,
         address: address.to_string(),
@@ -287,6 +294,7 @@ mod tests {
     use flannel_core::object::{MacAddr, Neigh, Record, Route};
 
     use super::*;
+    use crate::finding::Check;
 
     fn peer() -> Lease {
         Lease {
@@ -360,6 +368,7 @@ mod tests {
                 explanation,
                 device: None,
                 answer: Ok(answer),
+                stop: None,
             };
             diagnose(address, &facts)
         };
@@ -431,6 +440,17 @@ mod tests {
         assert!(nobody.verdict.starts_with("no node holds"), "{nobody:?}");
         let outside = ask("10.9.9.9".parse().unwrap(), None, right);
         assert!(outside.verdict.starts_with("it lies outside"), "{outside:?}");
+        let stop = Finding::warning(Check::ForwardDrop, "rule `drop`").with_command("nft …");
+        let facts = RouteInputs {
+            config: Some(&config),
+            explanation: Some(explain(ObjectState::InPlace, None)),
+            answer: Ok(right),
+            stop: Some(stop.clone()),
+            ..RouteInputs::default()
+        };
+        let stopped = diagnose(address, &facts);
+        assert_eq!((stopped.ok, &*stopped.verdict), (false, "rule `drop`"));
+        assert_eq!(stopped.hint.as_deref(), Some("nft …"));
         let ours = ask("10.1.5.4".parse().unwrap(), None, right);
         assert!(ours.ok && ours.node.as_deref() == Some("this node"), "{ours:?}");
     }

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use flannel_api::{Deployment, ObjectState, WhyReport};
+use flannel_api::{ObjectState, WhyReport};
 use flannel_doctor::diagnosis::why::{RouteInputs, diagnose, lookup};
 use serde_json::json;
 
@@ -34,14 +34,11 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {
     let why = diagnose(
         address,
         &RouteInputs {
-            daemon: false,
-            deployment: Deployment::default(),
             config: config.as_ref(),
             own: ours.map(|ours| &**ours),
             lease: lease.map(|lease| &**lease),
-            explanation: None,
-            device: None,
             answer,
+            ..RouteInputs::default()
         },
     );
     Ok(WhyReport { stale, ..why })

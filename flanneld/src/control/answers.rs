@@ -111,7 +111,8 @@ impl Answers {
                 match text.parse::<IpAddr>() {
                     Ok(address) => {
                         let snapshot = self.observer.snapshot().with_tunnels().await;
-                        answer(&why(&snapshot, address).await)
+                        self.observer.legacy().forget().await;
+                        answer(&why(&snapshot, self.observer.legacy(), address).await)
                     }
                     Err(_) => refusal(
                         StatusCode::BAD_REQUEST,

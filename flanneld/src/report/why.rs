@@ -6,18 +6,22 @@ use std::sync::Arc;
 use flannel_api::WhyReport;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
+use flannel_doctor::checks::host::stop_on_the_way;
 use flannel_doctor::diagnosis::why::{Explained, RouteInputs, diagnose, lookup};
+use flannel_firewall::LegacyMemory;
 
+use super::host::checked;
 use super::peers::advice_on;
 use crate::observe::{NetworkSnapshot, Snapshot};
 
 /// Joins the explanation of the network that runs with the kernel's route.
-pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
-    let Some(NetworkSnapshot { running, status, view, tunnels, .. }) = &snapshot.network else {
+pub(crate) async fn why(snapshot: &Snapshot, memory: &LegacyMemory, address: IpAddr) -> WhyReport {
+    let Some(network) = &snapshot.network else {
         let answer = Err(KernelError::explained(11, "no network runs, so no route was looked up"));
         let deployment = snapshot.deployment();
         return diagnose(address, &RouteInputs { answer, deployment, ..RouteInputs::default() });
     };
+    let NetworkSnapshot { running, status, view, tunnels, .. } = network;
     let own = &running.handle.lease;
     let explanation = running.handle.explain(address).await.map(|explanation| Explained {
         advice: advice_on(status, explanation.lease.subnets).cloned().collect(),
@@ -27,6 +31,7 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
     });
     let kernel = Arc::clone(&running.kernel);
     let answer = lookup(kernel, address).await;
+    let stop = stop_on_the_way(checked(network), memory, address).await;
     let lease = view
         .leases
         .iter()
@@ -46,6 +51,7 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
         explanation,
         device,
         answer,
+        stop,
     };
     WhyReport { tunnel, ..diagnose(address, &inputs) }
 }

@@ -1,6 +1,10 @@
 //! Checks of the rules of other programs: what they do with packets of pods.
 
-use flannel_firewall::{Effect, Stop};
+use std::net::IpAddr;
+
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_firewall::{Effect, Flow, Stop};
 
 use super::HostFacts;
 use crate::finding::{Check, Finding};
@@ -22,7 +26,22 @@ pub(super) fn stops(facts: &HostFacts) -> Vec<Finding> {
     found
 }
 
-fn finding(stop: &Stop, facts: &HostFacts, network: flannel_core::Subnet) -> Finding {
+/// The finding about the first rule that stops packets to a pod: from this node, or from its pods.
+pub(super) fn on_the_way(facts: &HostFacts, address: IpAddr) -> Option<Finding> {
+    let family = Family::of(address);
+    let network = facts.pod_networks[family].filter(|network| network.contains(address))?;
+    let is_own = facts.own[family].is_some_and(|own| own.contains(address));
+    let flows: &[Flow] = if is_own { &[Flow::ToPod] } else { &[Flow::FromPod, Flow::FromHost] };
+    let concerns = |stop: &&Stop| {
+        stop.family == family
+            && stop.flows.iter().any(|flow| flows.contains(flow))
+            && (stop.pods.is_empty() || stop.pods.contains(&address))
+            && !matches!(stop.effect, Effect::Translate(_))
+    };
+    Some(finding(facts.stops.iter().find(concerns)?, facts, network))
+}
+
+fn finding(stop: &Stop, facts: &HostFacts, network: Subnet) -> Finding {
     let verb = match stop.effect {
         Effect::Drop => "drops",
         Effect::Reject => "rejects",

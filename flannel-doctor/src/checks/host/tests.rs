@@ -204,6 +204,19 @@ fn a_rule_that_stops_packets_is_named_with_the_command_of_its_program() {
         }
     }
     let mut facts = healthy();
+    facts.stops = vec![stop(&PODS, "ip raw", &["PREROUTING"])];
+    facts.stops[0].pods = pod();
+    for (address, is_stopped) in
+        [("10.1.5.9", true), ("10.1.5.8", false), ("10.1.7.9", false), ("fd00:1:0:5::9", false)]
+    {
+        let found = stops::on_the_way(&facts, address.parse().unwrap());
+        assert_eq!(found.is_some(), is_stopped, "{address}: {found:?}");
+    }
+    facts.stops = vec![of("ip filter", &["FORWARD"])];
+    for address in ["10.1.5.9", "10.1.7.9"] {
+        assert!(stops::on_the_way(&facts, address.parse().unwrap()).is_some(), "{address}");
+    }
+    let mut facts = healthy();
     facts.stops = (0..9).map(|n| of("ip filter", &[&format!("C{n}")])).collect();
     let found = check(&facts);
     assert!(found.len() == 5 && found[4].text.ends_with("4 more rules stop packets of pods too"));
