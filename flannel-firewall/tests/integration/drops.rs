@@ -404,8 +404,12 @@ fn nothing_is_found_on_a_healthy_node() {
             }
             tools.restore(kind, Family::V4, EMPTY);
         }
-        nft(concat!("flush ruleset\n", include_str!("../rulesets/kube-proxy.nft")));
-        assert_eq!(texts(&stops(&tools).await), Vec::<String>::new());
+        for rules in
+            [include_str!("../rulesets/kube-proxy.nft"), include_str!("../rulesets/others.nft")]
+        {
+            nft(&format!("flush ruleset\n{rules}"));
+            assert_eq!(texts(&stops(&tools).await), Vec::<String>::new());
+        }
     });
 }
 
