@@ -1368,7 +1368,7 @@ fn values_that_the_doctor_cannot_read_are_not_reported_as_ok() {
         let text = String::from_utf8_lossy(&all.stdout);
         assert!(
             text.contains(" blocks packets of pods")
-                && !text.contains("not known: which chains drop"),
+                && !text.contains("not known: which rules stop"),
             "{text}"
         );
         // Reading the rules needs a capability.
@@ -1380,10 +1380,7 @@ fn values_that_the_doctor_cannot_read_are_not_reported_as_ok() {
             .args(able.get_args());
         let unable = unable.output().unwrap();
         let text = String::from_utf8_lossy(&unable.stdout);
-        assert!(
-            text.contains("not known: which chains drop forwarded packets"),
-            "{text}{unable:?}"
-        );
+        assert!(text.contains("not known: which rules stop packets of pods"), "{text}{unable:?}");
         assert!(!text.contains("nothing blocks packets of pods"), "{text}");
     });
 }

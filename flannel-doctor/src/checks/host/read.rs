@@ -230,9 +230,11 @@ impl HostFacts {
                     _ => Vec::new(),
                 };
             }
+            let network = self.pod_networks[family]?;
             Some(PodPackets {
-                network: self.pod_networks[family]?,
-                own: self.own[family]?,
+                network,
+                // Without a lease, the pods of this node may have any address.
+                own: self.own[family].unwrap_or(network),
                 peer: peers.first().copied(),
                 bridge: self.bridge(),
                 to_peers,
