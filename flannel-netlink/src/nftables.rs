@@ -13,9 +13,9 @@
 //! [`program`] has the rules of other programs, which it reads instruction by instruction.
 //!
 //! The module knows tables of the families `ip`, `ip6`, `inet`, `bridge` and `netdev`. It cannot
-//! write chains of devices, NAT to chosen
-//! addresses, jumps, or sets and maps of other values than addresses and marks. It does not repair
-//! a table that another program changes: `flannel-firewall` does.
+//! write chains of devices, NAT of destinations, jumps, or sets and maps of other values than
+//! addresses and marks. It does not repair a table that another program changes: `flannel-firewall`
+//! does.
 //!
 //! A function that takes a socket blocks for one or more requests to the kernel. It needs
 //! `CAP_NET_ADMIN`, and works in the network namespace of the thread that opened the socket. The

@@ -45,6 +45,14 @@ const VERDICT: u32 = 0;
 const REGISTER: u32 = 1;
 /// `NFT_REG32_01`: the second 4 bytes of [`REGISTER`].
 const SECOND: u32 = 9;
+/// `NFT_REG_2` and `NFT_REG_3`: the registers of [`Expr::FirstPort`] and [`Expr::LastPort`].
+const FIRST_PORT: u32 = 2;
+const LAST_PORT: u32 = 3;
+/// `NF_NAT_RANGE_MAP_IPS` and `NF_NAT_RANGE_PROTO_SPECIFIED`, which kernels add themselves.
+const MAPS_ADDRESS: u32 = 1;
+const MAPS_PORTS: u32 = 2;
+/// `NFT_NAT_SNAT`.
+const OF_SOURCE: u32 = 0;
 /// `NFT_PAYLOAD_NETWORK_HEADER` and `NFT_PAYLOAD_TRANSPORT_HEADER`.
 const NETWORK_HEADER: u32 = 1;
 const TRANSPORT_HEADER: u32 = 2;
@@ -158,6 +166,21 @@ pub enum Expr {
         /// `NF_NAT_RANGE_…`.
         flags: u32,
     },
+    /// Loads the first port for [`Self::SourceNat`]. It does not overwrite the loaded value.
+    FirstPort(u16),
+    /// Loads the last port for [`Self::SourceNat`]. It does not overwrite the loaded value.
+    LastPort(u16),
+    /// Gives the packet another source.
+    SourceNat {
+        /// The loaded value is the address, of this family. `None` for the address of the device by
+        /// which the packet leaves.
+        address: Option<Family>,
+        /// The source port is one from [`Self::FirstPort`] to [`Self::LastPort`]. Without address
+        /// and ports, it is [`Self::Masquerade`].
+        ports: bool,
+        /// `NF_NAT_RANGE_…`, without the flags that say whether there are addresses and ports.
+        flags: u32,
+    },
     /// An instruction that this crate does not know.
     Other {
         /// Its name.
@@ -255,7 +278,9 @@ impl Expr {
             Self::WayBack | Self::OutDevice | Self::SourceKind | Self::KindAtArrival => "fib",
             Self::Counter => "counter",
             Self::Verdict(_) => "immediate",
-            Self::Masquerade { .. } => "masq",
+            Self::FirstPort(_) | Self::LastPort(_) => "immediate",
+            Self::Masquerade { .. } | Self::SourceNat { address: None, .. } => "masq",
+            Self::SourceNat { address: Some(_), .. } => "nat",
             Self::Other { name, .. } => name,
         }
     }
@@ -309,6 +334,11 @@ impl Expr {
                 }
             }
             Self::Masquerade { flags } => _ = number(data, 1, *flags),
+            Self::FirstPort(port) => load_port(data, FIRST_PORT, *port),
+            Self::LastPort(port) => load_port(data, LAST_PORT, *port),
+            Self::SourceNat { address, ports, flags } => {
+                write_source_nat(data, *address, *ports, *flags);
+            }
         }
     }
 
@@ -326,6 +356,8 @@ impl Expr {
             "meta" if is(1, REGISTER) => Some(Self::Meta(number_in(data, 2)?)),
             "meta" if is(3, REGISTER) => Some(Self::SetMeta(number_in(data, 2)?)),
             "immediate" if is(1, REGISTER) => Some(Self::Value(value_in(data, 2)?)),
+            "immediate" if is(1, FIRST_PORT) => Some(Self::FirstPort(port_in(data)?)),
+            "immediate" if is(1, LAST_PORT) => Some(Self::LastPort(port_in(data)?)),
             "immediate" if is(1, VERDICT) => read_verdict(data),
             "payload" => read_payload(data),
             "bitwise" => read_bitwise(data),
@@ -346,9 +378,14 @@ impl Expr {
                 _ => None,
             },
             "counter" => Some(Self::Counter),
-            // The expression that this crate writes has no port registers.
             "masq" if find(data, 2).is_none() && find(data, 3).is_none() => {
                 Some(Self::Masquerade { flags: number_in(data, 1).unwrap_or(0) })
+            }
+            "masq" => read_source_nat(data, None, [2, 3], 1),
+            "nat" if is(1, OF_SOURCE) && is(3, REGISTER) && is(4, REGISTER) => {
+                let family = number_in(data, 2)?;
+                let family = Family::BOTH.into_iter().find(|it| protocol_of(*it) == family)?;
+                read_source_nat(data, Some(family), [5, 6], 7)
             }
             _ => None,
         }
@@ -367,6 +404,62 @@ fn read_verdict(data: &[u8]) -> Option<Expr> {
         return None;
     }
     Some(Expr::Verdict(number_in(verdict, CODE)?))
+}
+
+/// The port that an instruction loads.
+fn port_in(data: &[u8]) -> Option<u16> {
+    Some(u16::from_be_bytes(value_in(data, 2)?.try_into().ok()?))
+}
+
+/// Writes a load of a port.
+fn load_port(data: &mut Messages, register: u32, port: u16) {
+    number(data, 1, register).nest(2u16, |data| _ = data.attr(VALUE, &port.to_be_bytes()));
+}
+
+/// Reads an instruction that gives a packet another source. `registers` are the attributes of the
+/// registers of its ports.
+fn read_source_nat(
+    data: &[u8],
+    address: Option<Family>,
+    registers: [u16; 2],
+    flags: u16,
+) -> Option<Expr> {
+    let ports = match registers.map(|kind| number_in(data, kind)) {
+        [None, None] => false,
+        [Some(FIRST_PORT), Some(LAST_PORT)] => true,
+        _ => return None,
+    };
+    let flags = number_in(data, flags).unwrap_or(0) & !(MAPS_ADDRESS | MAPS_PORTS);
+    Some(Expr::SourceNat { address, ports, flags })
+}
+
+/// Writes an instruction that gives a packet another source.
+fn write_source_nat(data: &mut Messages, address: Option<Family>, ports: bool, flags: u32) {
+    let mut flags = flags;
+    let (registers, of_flags) = match address {
+        None => ([2, 3], 1),
+        Some(family) => {
+            number(number(data, 1, OF_SOURCE), 2, protocol_of(family));
+            number(number(data, 3, REGISTER), 4, REGISTER);
+            flags |= MAPS_ADDRESS;
+            ([5, 6], 7)
+        }
+    };
+    if ports {
+        number(number(data, registers[0], FIRST_PORT), registers[1], LAST_PORT);
+        flags |= MAPS_PORTS;
+    }
+    if flags != 0 {
+        number(data, of_flags, flags);
+    }
+}
+
+/// `NFPROTO_…`.
+fn protocol_of(family: Family) -> u32 {
+    match family {
+        Family::V4 => 2,
+        Family::V6 => 10,
+    }
 }
 
 fn read_payload(data: &[u8]) -> Option<Expr> {

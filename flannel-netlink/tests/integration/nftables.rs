@@ -82,9 +82,16 @@ fn each_instruction_is_read_as_it_was_written() {
         let local = Expr::Compare { equal: true, value: kind::LOCAL.to_ne_bytes().into() };
         arriving.push(vec![Expr::KindAtArrival, local.clone()]);
         filter.push(vec![Expr::SourceKind, local]);
+        let v4 = Some(Family::V4);
+        let address = || Expr::Value(vec![192, 0, 2, 7]);
+        let ports = || [Expr::FirstPort(1024), Expr::LastPort(65535)];
         let nat = vec![
             vec![Expr::Meta(meta::OIFNAME), is_device(device), Expr::Masquerade { flags: 16 }],
             vec![Expr::Masquerade { flags: 0 }],
+            [&ports()[..], &[Expr::SourceNat { address: None, ports: true, flags: 0 }]].concat(),
+            vec![address(), Expr::SourceNat { address: v4, ports: false, flags: 16 }],
+            [&[address()], &ports()[..], &[Expr::SourceNat { address: v4, ports: true, flags: 0 }]]
+                .concat(),
         ];
         let chains = [
             ("filter", hook::INPUT, -310, arriving),
