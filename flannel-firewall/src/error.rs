@@ -1,5 +1,6 @@
 //! The errors of the firewall. If the user can remove the cause, the text says how.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 
@@ -18,12 +19,20 @@ pub enum Error {
          space"
     )]
     Subnet {
-        /// `pod network` or `own subnet`.
+        /// `pod network`, `own subnet` or `exclusion`.
         what: &'static str,
         /// The family it was given for.
         family: Family,
         /// The subnet.
         subnet: Subnet,
+    },
+    /// The chosen source of masqueraded packets is of another family.
+    #[error("masquerading of {family}: the source {address} is not an {family} address")]
+    Source {
+        /// The family that is masqueraded.
+        family: Family,
+        /// The source.
+        address: IpAddr,
     },
     /// The process lacks a privilege.
     #[error("{object}: not permitted ({detail}); grant CAP_NET_ADMIN{}", legacy_hint(*.by_program))]
@@ -150,7 +159,7 @@ impl Error {
             }
             Self::Again(error) => error.remedy(),
             Self::Kernel { .. } => Remedy::run("nft list ruleset"),
-            Self::Subnet { .. } => Remedy::CheckConfig,
+            Self::Subnet { .. } | Self::Source { .. } => Remedy::CheckConfig,
             Self::Run { .. } | Self::Late { .. } | Self::Program { .. } | Self::Unseen { .. } => {
                 Remedy::run("iptables-save").remark("it must succeed")
             }

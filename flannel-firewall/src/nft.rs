@@ -309,6 +309,7 @@ fn unsteady() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::masquerade::Masquerade;
     use crate::rules::RuleOptions;
     use crate::rules::tests::rules;
 
@@ -318,8 +319,7 @@ mod tests {
             let before =
                 rules(RuleOptions { encrypted: Some(Vec::new()), ..RuleOptions::default() });
             let after = rules(RuleOptions {
-                masquerade: true,
-                fully_random: false,
+                masquerade: Masquerade::both(false),
                 forward: true,
                 encrypted: Some(vec!["wg0".parse().unwrap()]),
             });

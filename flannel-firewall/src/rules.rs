@@ -7,13 +7,14 @@
 //! of iptables. Go flannel has no rules about encryption.
 
 use std::fmt;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 
 use flannel_core::Subnet;
 use flannel_core::address::{Dual, Family};
 use flannel_core::object::LinkName;
 
 use crate::error::Error;
+use crate::masquerade::{Masquerade, PortRange};
 
 /// The bit that kube-proxy sets in the mark of the packets that it masquerades.
 pub const KUBE_PROXY_MARK: u32 = 0x4000;
@@ -21,11 +22,9 @@ pub const KUBE_PROXY_MARK: u32 = 0x4000;
 /// The rules that a network asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RuleOptions {
-    /// Masquerade packets from pods to destinations outside the pod network (`--ip-masq`).
-    pub masquerade: bool,
-    /// Choose a random source port for each masqueraded connection. False
-    /// (`--ip-masq-fully-random-disable`) keeps the source port if it is free.
-    pub fully_random: bool,
+    /// Masquerade packets from pods to destinations outside the pod network, in the families that
+    /// have a value (`--ip-masq`).
+    pub masquerade: Dual<Masquerade>,
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,
     /// Drop packets to the pods of other nodes, unless they leave by one of these devices, which
@@ -36,7 +35,7 @@ pub struct RuleOptions {
 /// The defaults of flanneld's options: accept forwarded packets, do not masquerade.
 impl Default for RuleOptions {
     fn default() -> Self {
-        Self { masquerade: false, fully_random: true, forward: true, encrypted: None }
+        Self { masquerade: Dual::default(), forward: true, encrypted: None }
     }
 }
 
@@ -44,11 +43,11 @@ impl Default for RuleOptions {
 ///
 /// ```
 /// use flannel_core::address::{Dual, Family};
-/// use flannel_firewall::{Chain, Rules, RuleOptions};
+/// use flannel_firewall::{Chain, Masquerade, Rules, RuleOptions};
 ///
 /// let network = Dual { v4: Some("10.1.0.0/16".parse()?), v6: None };
 /// let own = Dual { v4: Some("10.1.7.0/24".parse()?), v6: None };
-/// let options = RuleOptions { masquerade: true, ..RuleOptions::default() };
+/// let options = RuleOptions { masquerade: Masquerade::both(true), ..RuleOptions::default() };
 /// let rules = Rules::new(&network, &own, &options)?;
 /// let rules = rules.of(Family::V4, Chain::Postrouting);
 /// let masquerade = "from 10.1.0.0/16 to not 224.0.0.0/4: masquerade, fully random";
@@ -65,7 +64,8 @@ impl Rules {
     /// not need it.
     ///
     /// # Errors
-    /// A network or subnet is of the wrong family, or is the whole address space.
+    /// A network or subnet is of the wrong family, or is the whole address space. Or the options of
+    /// masquerading do not fit a family that has a network.
     pub fn new(
         networks: &Dual<Subnet>,
         subnets: &Dual<Subnet>,
@@ -78,10 +78,14 @@ impl Rules {
                 }
             }
         }
+        for (family, options) in rule_options.masquerade.iter() {
+            if networks[family].is_some() {
+                options.check(family)?;
+            }
+        }
         let rules = networks.map(|family, network| {
-            let masquerade = rule_options
-                .masquerade
-                .then(|| masquerade(*network, subnets[family], rule_options.fully_random));
+            let options = rule_options.masquerade[family].as_ref();
+            let masquerade = options.map(|options| options.rules(*network, subnets[family]));
             let forward = rule_options.forward.then(|| forward(*network));
             let encrypted = rule_options.encrypted.as_deref();
             let encryption = encrypted.map(|by| encryption(*network, subnets[family], by));
@@ -151,11 +155,25 @@ pub struct Rule {
     pub destination: Option<Side>,
     /// The device by which the packet leaves. `None` matches any device.
     pub device: Option<LinkName>,
+    /// The protocol of the packet. `None` matches any protocol.
+    pub protocol: Option<Protocol>,
     /// Whether the rule matches only packets whose destination has no route, or a route that drops
     /// them.
     pub unrouted: bool,
     /// The verdict.
     pub verdict: Verdict,
+}
+
+impl Rule {
+    /// A rule about packets from and to these addresses, of any mark, device and protocol.
+    pub(crate) const fn new(
+        source: Option<Side>,
+        destination: Option<Side>,
+        verdict: Verdict,
+    ) -> Self {
+        let (mark, device, protocol) = (None, None, None);
+        Self { mark, source, destination, device, protocol, unrouted: false, verdict }
+    }
 }
 
 /// A condition on an address.
@@ -180,11 +198,69 @@ pub enum Verdict {
     Drop,
     /// Counts the packet, and goes on with the next rule.
     Count,
-    /// Replaces the source address by the address of the outgoing interface.
-    Masquerade {
-        /// Choose a random source port. False keeps the source port if it is free.
-        fully_random: bool,
-    },
+    /// Replaces the source address.
+    Masquerade(Nat),
+}
+
+/// The new source of a packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Nat {
+    /// The address. `None` for the address of the device by which the packet leaves.
+    pub source: Option<IpAddr>,
+    /// The ports of which one is chosen. `None` for all ports.
+    pub ports: Option<PortRange>,
+    /// Choose a random source port. False keeps the source port if it is free.
+    pub fully_random: bool,
+}
+
+/// A protocol with ports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Protocol {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+    /// SCTP.
+    Sctp,
+}
+
+impl Protocol {
+    /// All protocols.
+    pub(crate) const ALL: [Self; 3] = [Self::Tcp, Self::Udp, Self::Sctp];
+
+    /// Its number in packets.
+    pub(crate) fn number(self) -> u8 {
+        match self {
+            Self::Tcp => 6,
+            Self::Udp => 17,
+            Self::Sctp => 132,
+        }
+    }
+}
+
+/// The name that the tools use.
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+            Self::Sctp => "sctp",
+        })
+    }
+}
+
+impl fmt::Display for Nat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.source {
+            Some(source) => write!(f, "source {source}")?,
+            None => f.write_str("masquerade")?,
+        }
+        if let Some(ports) = self.ports {
+            write!(f, " port {ports}")?;
+        }
+        f.write_str(if self.fully_random { ", fully random" } else { "" })
+    }
 }
 
 impl fmt::Display for Side {
@@ -203,77 +279,47 @@ impl fmt::Display for Rule {
         conditions.extend(self.source.map(|side| format!("from {side}")));
         conditions.extend(self.destination.map(|side| format!("to {side}")));
         conditions.extend(self.device.map(|device| format!("by {device}")));
+        conditions.extend(self.protocol.map(|protocol| format!("of {protocol}")));
         if self.unrouted {
             conditions.push("without a route".to_owned());
         }
         if conditions.is_empty() {
             conditions.push("all".to_owned());
         }
-        let verdict = match self.verdict {
-            Verdict::Return => "return",
-            Verdict::Accept => "accept",
-            Verdict::Drop => "drop",
-            Verdict::Count => "count",
-            Verdict::Masquerade { fully_random: false } => "masquerade",
-            Verdict::Masquerade { fully_random: true } => "masquerade, fully random",
-        };
-        write!(f, "{}: {verdict}", conditions.join(" "))
+        write!(f, "{}: ", conditions.join(" "))?;
+        match self.verdict {
+            Verdict::Return => f.write_str("return"),
+            Verdict::Accept => f.write_str("accept"),
+            Verdict::Drop => f.write_str("drop"),
+            Verdict::Count => f.write_str("count"),
+            Verdict::Masquerade(nat) => nat.fmt(f),
+        }
     }
-}
-
-fn rule(source: Option<Side>, destination: Option<Side>, verdict: Verdict) -> Rule {
-    Rule { mark: None, source, destination, device: None, unrouted: false, verdict }
-}
-
-fn masquerade(network: Subnet, own: Option<Subnet>, fully_random: bool) -> Vec<Rule> {
-    let masquerade = Verdict::Masquerade { fully_random };
-    let inside = Some(Side::In(network));
-    let outside = Some(Side::NotIn(network));
-    // kube-proxy masquerades these packets.
-    let mut rules = vec![Rule { mark: Some(KUBE_PROXY_MARK), ..rule(None, None, Verdict::Return) }];
-    if let Some(own) = own.map(Side::In) {
-        rules.push(rule(Some(own), inside, Verdict::Return));
-        rules.push(rule(inside, Some(own), Verdict::Return));
-        // Pods of this node see the address of a client outside the pod network.
-        rules.push(rule(outside, Some(own), Verdict::Return));
-    }
-    rules.push(rule(inside, Some(Side::NotIn(multicast(network.family()))), masquerade));
-    // Without this rule, pods of other nodes would not answer through this node.
-    rules.push(rule(outside, inside, masquerade));
-    rules
 }
 
 fn forward(network: Subnet) -> Vec<Rule> {
     let inside = Some(Side::In(network));
-    vec![rule(inside, None, Verdict::Accept), rule(None, inside, Verdict::Accept)]
+    vec![Rule::new(inside, None, Verdict::Accept), Rule::new(None, inside, Verdict::Accept)]
 }
 
 /// Only destinations decide, because a source may be translated. Packets to this node's own pods,
 /// and packets by `lo`, do not leave the host.
 fn encryption(network: Subnet, own: Option<Subnet>, devices: &[LinkName]) -> Vec<Rule> {
-    let mut rules = vec![rule(None, Some(Side::NotIn(network)), Verdict::Return)];
-    rules.extend(own.map(|own| rule(None, Some(Side::In(own)), Verdict::Return)));
+    let mut rules = vec![Rule::new(None, Some(Side::NotIn(network)), Verdict::Return)];
+    rules.extend(own.map(|own| Rule::new(None, Some(Side::In(own)), Verdict::Return)));
     let loopback = "lo".parse().expect("a valid name");
     for device in [loopback].iter().chain(devices) {
-        rules.push(Rule { device: Some(*device), ..rule(None, None, Verdict::Return) });
+        rules.push(Rule { device: Some(*device), ..Rule::new(None, None, Verdict::Return) });
     }
-    rules.push(rule(None, None, Verdict::Drop));
+    rules.push(Rule::new(None, None, Verdict::Drop));
     rules
 }
 
 fn unrouted(network: Subnet, own: Option<Subnet>) -> Vec<Rule> {
-    let mut rules = vec![rule(None, Some(Side::NotIn(network)), Verdict::Return)];
-    rules.extend(own.map(|own| rule(None, Some(Side::In(own)), Verdict::Return)));
-    rules.push(Rule { unrouted: true, ..rule(None, None, Verdict::Count) });
+    let mut rules = vec![Rule::new(None, Some(Side::NotIn(network)), Verdict::Return)];
+    rules.extend(own.map(|own| Rule::new(None, Some(Side::In(own)), Verdict::Return)));
+    rules.push(Rule { unrouted: true, ..Rule::new(None, None, Verdict::Count) });
     rules
-}
-
-fn multicast(family: Family) -> Subnet {
-    let all = match family {
-        Family::V4 => Subnet::new(Ipv4Addr::new(224, 0, 0, 0).into(), 4),
-        Family::V6 => Subnet::new(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0).into(), 8),
-    };
-    all.expect("these lengths exist")
 }
 
 #[cfg(test)]
@@ -297,7 +343,8 @@ pub(crate) mod tests {
 
     #[test]
     fn the_rules_are_those_of_go_flannel() {
-        let rules = rules(RuleOptions { masquerade: true, ..RuleOptions::default() });
+        let rules =
+            rules(RuleOptions { masquerade: Masquerade::both(true), ..RuleOptions::default() });
         for (family, network, own, multicast) in [
             (Family::V4, "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
             (Family::V6, "fd00:1::/48", "fd00:1:0:7::/64", "ff00::/8"),
@@ -324,14 +371,22 @@ pub(crate) mod tests {
         assert!(default.of(Family::V4, Chain::Postrouting).is_empty());
         assert_eq!(default.of(Family::V6, Chain::Forward).len(), 2);
         let plain = rules(RuleOptions {
-            masquerade: true,
-            fully_random: false,
+            masquerade: Masquerade::both(false),
             forward: false,
             encrypted: None,
         });
         assert!(plain.of(Family::V6, Chain::Forward).is_empty());
         assert!(text(plain.of(Family::V6, Chain::Postrouting))[5].ends_with(": masquerade"));
         assert!(!Rules::default().has(Family::V4));
+    }
+
+    #[test]
+    fn each_family_is_masqueraded_by_its_own_options() {
+        let masquerade = Dual { v4: Some(Masquerade::default()), v6: None };
+        let only_v4 = rules(RuleOptions { masquerade, ..RuleOptions::default() });
+        assert_eq!(only_v4.of(Family::V4, Chain::Postrouting).len(), 6);
+        assert!(only_v4.of(Family::V6, Chain::Postrouting).is_empty());
+        assert_eq!(only_v4.of(Family::V6, Chain::Forward).len(), 2);
     }
 
     #[test]
@@ -380,7 +435,8 @@ pub(crate) mod tests {
 
     #[test]
     fn a_family_without_a_network_has_no_rules_and_one_without_a_subnet_has_fewer() {
-        let rule_options = RuleOptions { masquerade: true, ..RuleOptions::default() };
+        let rule_options =
+            RuleOptions { masquerade: Masquerade::both(true), ..RuleOptions::default() };
         let rules =
             Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), &rule_options)
                 .unwrap();

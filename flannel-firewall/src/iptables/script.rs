@@ -11,11 +11,12 @@
 //! **Source**: flannel `pkg/trafficmngr/iptables`.
 
 use std::fmt::Write as _;
+use std::net::IpAddr;
 
 use flannel_core::address::Family;
 
 use super::saved::{Saved, SavedTable, words};
-use crate::rules::{Chain, Rule, RuleOptions, Rules, Side, Verdict};
+use crate::rules::{Chain, Nat, Rule, RuleOptions, Rules, Side, Verdict};
 use crate::status::{Deviation, Fault};
 
 /// A chain of flannel, and the built-in chain that jumps to it.
@@ -83,7 +84,7 @@ pub(crate) fn tables(rule_options: &RuleOptions) -> Vec<&'static str> {
     PLACES
         .iter()
         .filter(|place| match place.content {
-            Some(Chain::Postrouting) => rule_options.masquerade,
+            Some(Chain::Postrouting) => !rule_options.masquerade.is_empty(),
             Some(Chain::Forward) => rule_options.forward,
             Some(Chain::Encryption) => rule_options.encrypted.is_some(),
             Some(Chain::Unrouted) | None => false,
@@ -299,17 +300,34 @@ fn line(rule: &Rule, place: &Place, random_fully: bool) -> String {
     if let Some(mark) = rule.mark {
         let _ = write!(line, "-m mark --mark {mark:#x}/{mark:#x} ");
     }
+    if let Some(protocol) = rule.protocol {
+        let _ = write!(line, "-p {protocol} ");
+    }
     let target = match rule.verdict {
         // No chain of iptables has such rules.
-        Verdict::Count => "",
-        Verdict::Return => "RETURN",
-        Verdict::Accept => "ACCEPT",
-        Verdict::Drop => "DROP",
-        Verdict::Masquerade { fully_random: true } if random_fully => "MASQUERADE --random-fully",
-        Verdict::Masquerade { .. } => "MASQUERADE",
+        Verdict::Count => String::new(),
+        Verdict::Return => "RETURN".to_owned(),
+        Verdict::Accept => "ACCEPT".to_owned(),
+        Verdict::Drop => "DROP".to_owned(),
+        Verdict::Masquerade(nat) => source_nat(nat, random_fully),
     };
     let _ = write!(line, "-m comment --comment \"{}\" -j {target}", place.comment);
     line
+}
+
+/// The target that replaces the source.
+fn source_nat(nat: Nat, random_fully: bool) -> String {
+    let mut target = match (nat.source, nat.ports) {
+        (None, None) => "MASQUERADE".to_owned(),
+        (None, Some(ports)) => format!("MASQUERADE --to-ports {ports}"),
+        (Some(source), None) => format!("SNAT --to-source {source}"),
+        (Some(source @ IpAddr::V4(_)), Some(ports)) => format!("SNAT --to-source {source}:{ports}"),
+        (Some(source), Some(ports)) => format!("SNAT --to-source [{source}]:{ports}"),
+    };
+    if nat.fully_random && random_fully {
+        target.push_str(" --random-fully");
+    }
+    target
 }
 
 /// Whether a rule jumps to the chain.
@@ -342,11 +360,12 @@ fn meaning(rule: &str) -> Vec<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::masquerade::Masquerade;
     use crate::rules::RuleOptions;
     use crate::rules::tests::rules;
 
     const ALL: RuleOptions =
-        RuleOptions { masquerade: true, fully_random: true, forward: true, encrypted: None };
+        RuleOptions { masquerade: Masquerade::both(true), forward: true, encrypted: None };
 
     /// Go flannel's rules, as printed by `iptables-save` 1.8.9.
     const IN_PLACE: &str = concat!(

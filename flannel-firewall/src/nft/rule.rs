@@ -1,9 +1,10 @@
 //! The instructions of a rule.
 
 use flannel_core::Subnet;
+use flannel_core::address::Family;
 use flannel_netlink::nftables::{Expr, address_of, is_device, meta, octets, verdict};
 
-use crate::rules::{Rule, Side, Verdict};
+use crate::rules::{Nat, Rule, Side, Verdict};
 
 /// `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
 const FULLY_RANDOM: u32 = 1 << 4;
@@ -35,6 +36,10 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
     if let Some(device) = rule.device {
         exprs.extend([Expr::Meta(meta::OIFNAME), is_device(device)]);
     }
+    if let Some(protocol) = rule.protocol {
+        let value = vec![protocol.number()];
+        exprs.extend([Expr::Meta(meta::L4PROTO), Expr::Compare { equal: true, value }]);
+    }
     if rule.unrouted {
         let value = 0_u32.to_ne_bytes().to_vec();
         exprs.extend([Expr::OutDevice, Expr::Compare { equal: true, value }]);
@@ -42,16 +47,29 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
     if matches!(rule.verdict, Verdict::Drop | Verdict::Count) {
         exprs.push(Expr::Counter);
     }
-    exprs.push(match rule.verdict {
+    let verdict = match rule.verdict {
         Verdict::Count => return exprs,
         Verdict::Return => Expr::Verdict(verdict::RETURN),
         Verdict::Accept => Expr::Verdict(verdict::ACCEPT),
         Verdict::Drop => Expr::Verdict(verdict::DROP),
-        Verdict::Masquerade { fully_random } => {
-            Expr::Masquerade { flags: if fully_random { FULLY_RANDOM } else { 0 } }
-        }
-    });
+        Verdict::Masquerade(nat) => source_nat(nat, &mut exprs),
+    };
+    exprs.push(verdict);
     exprs
+}
+
+/// The instruction that replaces the source. Adds the loads that it needs to `exprs`.
+fn source_nat(nat: Nat, exprs: &mut Vec<Expr>) -> Expr {
+    let Nat { source, ports, fully_random } = nat;
+    let flags = if fully_random { FULLY_RANDOM } else { 0 };
+    if source.is_none() && ports.is_none() {
+        return Expr::Masquerade { flags };
+    }
+    exprs.extend(source.map(|source| Expr::Value(octets(source))));
+    if let Some(ports) = ports {
+        exprs.extend([Expr::FirstPort(ports.first()), Expr::LastPort(ports.last())]);
+    }
+    Expr::SourceNat { address: source.map(Family::of), ports: ports.is_some(), flags }
 }
 
 fn mask(subnet: Subnet) -> Vec<u8> {
@@ -80,14 +98,9 @@ mod tests {
     #[test]
     fn a_rule_is_loads_comparisons_and_a_verdict() {
         let side = |text: &str| Side::In(text.parse().unwrap());
-        let rule = Rule {
-            mark: None,
-            source: Some(side("10.1.0.0/16")),
-            destination: Some(Side::NotIn("10.2.0.9/32".parse().unwrap())),
-            device: None,
-            unrouted: false,
-            verdict: Verdict::Masquerade { fully_random: true },
-        };
+        let nat = Nat { source: None, ports: None, fully_random: true };
+        let to = Side::NotIn("10.2.0.9/32".parse().unwrap());
+        let rule = Rule::new(Some(side("10.1.0.0/16")), Some(to), Verdict::Masquerade(nat));
         assert_eq!(
             of(&rule),
             [

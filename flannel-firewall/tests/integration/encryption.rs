@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::fixture::tools::nft;
 use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
-use flannel_core::address::Family;
+use flannel_core::address::{Dual, Family};
 use flannel_firewall::{Contested, Fault, RuleOptions, Rules, cleanup, cleanup_for_go};
 use flannel_netlink::testing::ip;
 
@@ -30,7 +30,7 @@ const TO_OUTSIDE: &str = "to2";
 
 /// No other rules, so that neither masquerading nor forward rules are needed.
 const ONLY: RuleOptions =
-    RuleOptions { masquerade: false, fully_random: true, forward: false, encrypted: None };
+    RuleOptions { masquerade: Dual { v4: None, v6: None }, forward: false, encrypted: None };
 
 /// The rules if packets by these devices are encrypted.
 #[allow(clippy::needless_pass_by_value, reason = "the callers are shorter")]

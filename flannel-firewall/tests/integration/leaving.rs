@@ -299,7 +299,8 @@ fn the_lock_of_iptables_is_waited_for() {
         let lock = std::fs::File::create(fixture.tools.path("lock")).unwrap();
         lock.lock().unwrap();
         let options = Options { programs: fixture.tools.programs(), resync: RESYNC };
-        let opening = tokio::spawn(Firewall::open(Kind::IptablesLegacy.mode(), &ALL, options));
+        let mode = Kind::IptablesLegacy.mode();
+        let opening = tokio::spawn(async move { Firewall::open(mode, &ALL, options).await });
         let inode = format!(":{} ", lock.metadata().unwrap().ino());
         let waits = || {
             let locks = std::fs::read_to_string("/proc/locks").unwrap();

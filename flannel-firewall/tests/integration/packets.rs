@@ -1,14 +1,15 @@
 //! Packets between namespaces show which packets the rules masquerade and accept, for each mode and
 //! family.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::fixture::tools::{MARKED_PORT, nft};
-use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
+use crate::fixture::{ALL, Fixture, Kind, Place, Running, SourcePort, rules_of};
 use flannel_core::address::{Dual, Family};
-use flannel_firewall::{RuleOptions, Rules};
+use flannel_firewall::{Masquerade, PortRange, RuleOptions, Rules};
 
 /// A period so long that no check in a test is periodic.
 const RESYNC: Duration = Duration::from_secs(3600);
@@ -22,6 +23,8 @@ in_every_mode!(
     pods_are_forwarded_despite_a_drop_policy,
     a_change_has_no_moment_without_rules,
     source_ports_are_random_if_that_is_desired,
+    options_of_masquerading_change_what_leaves_the_pod_network,
+    ports_of_masqueraded_packets_are_in_the_chosen_range,
 );
 
 async fn packets_are_masqueraded_as_the_rules_say(fixture: Fixture, kind: Kind) {
@@ -76,7 +79,7 @@ async fn changed_desired_rules_are_put_in_place(fixture: Fixture, kind: Kind) {
         assert_eq!(see(Place::Pod), Some(Place::Pod.node(family)), "{family}");
         assert_eq!(see(Place::Peer), Some(Place::Outside.address(family)), "{family}");
     }
-    running.want(rules_of(Place::Pod, RuleOptions { masquerade: false, ..ALL })).await;
+    running.want(rules_of(Place::Pod, RuleOptions { masquerade: Dual::default(), ..ALL })).await;
     for family in Family::BOTH {
         let seen = fixture.seen(family, Place::Pod, Place::Outside);
         assert_eq!(seen, Some(Place::Pod.address(family)), "{family}");
@@ -122,7 +125,8 @@ async fn source_ports_are_random_if_that_is_desired(fixture: Fixture, kind: Kind
     const CALLS: usize = 5;
     let mut running = Running::start(&fixture, kind, Rules::default(), RESYNC).await;
     for fully_random in [false, true, false] {
-        running.want(rules_of(Place::Pod, RuleOptions { fully_random, ..ALL })).await;
+        let masquerade = Masquerade::both(fully_random);
+        running.want(rules_of(Place::Pod, RuleOptions { masquerade, ..ALL })).await;
         for family in Family::BOTH {
             let calls: Vec<_> = (0..CALLS).map(|_| fixture.source_port(family)).collect();
             let kept = calls.iter().filter(|port| port.own == port.seen).count();
@@ -134,6 +138,82 @@ async fn source_ports_are_random_if_that_is_desired(fixture: Fixture, kind: Kind
             };
             assert_eq!(seen.contains("random"), fully_random, "{family}: {seen}");
         }
+    }
+}
+
+/// The rules with options of masquerading for each family.
+fn masqueraded_by(options: impl Fn(Family) -> Masquerade) -> Rules {
+    let masquerade = Dual::from_fn(|family| Some(options(family)));
+    rules_of(Place::Pod, RuleOptions { masquerade, ..ALL })
+}
+
+async fn options_of_masquerading_change_what_leaves_the_pod_network(fixture: Fixture, kind: Kind) {
+    use Place::{Other, Outside, Peer, Pod};
+    let mut running = Running::start(&fixture, kind, rules_of(Pod, ALL), RESYNC).await;
+    // The device to each place.
+    let device = |place: Place| vec![format!("to{}", place as usize).parse().unwrap()];
+    let plain = Masquerade::default;
+    let excluding = |family| Masquerade { exclude: vec![Outside.prefix(family)], ..plain() };
+    let by_device = |_| Masquerade { devices: device(Other), ..plain() };
+    let with_source = |family| Masquerade { source: Some(Other.node(family)), ..plain() };
+    let as_itself = |family| Pod.address(family);
+    type Seen<'a> = &'a dyn Fn(Family) -> IpAddr;
+    let other_node: Seen<'_> = &|family| Other.node(family);
+    let cases: [(&str, Rules, Seen<'_>, Seen<'_>); 3] = [
+        ("excluded", masqueraded_by(excluding), &as_itself, other_node),
+        ("by device", masqueraded_by(by_device), &as_itself, other_node),
+        ("source", masqueraded_by(with_source), other_node, other_node),
+    ];
+    let mut changes = 1;
+    for (name, rules, outside, other) in cases {
+        running.want(rules.clone()).await;
+        changes += 1;
+        for family in Family::BOTH {
+            let seen = |from, to| fixture.seen(family, from, to);
+            assert_eq!(seen(Pod, Outside), Some(outside(family)), "{name}, {family}: outside");
+            assert_eq!(seen(Pod, Other), Some(other(family)), "{name}, {family}: other");
+            assert_eq!(seen(Pod, Peer), Some(Pod.address(family)), "{name}, {family}: pods");
+            // A pod of another node must answer through this node.
+            let seen = seen(Outside, Peer);
+            assert_eq!(seen, Some(Peer.node(family)), "{name}, {family}: to another node's pods");
+        }
+        // The rules of an earlier run are the rules that are written now.
+        running.assert_writes(changes, 0);
+        running.stop().await;
+        running = Running::start(&fixture, kind, rules, RESYNC).await;
+        running.assert_writes(0, 0);
+        changes = 0;
+    }
+    // One family alone.
+    let masquerade = Dual { v4: Some(plain()), v6: None };
+    running.want(rules_of(Pod, RuleOptions { masquerade, ..ALL })).await;
+    fixture.assert_masqueraded(Family::V4);
+    assert_eq!(fixture.seen(Family::V6, Pod, Outside), Some(Pod.address(Family::V6)));
+}
+
+async fn ports_of_masqueraded_packets_are_in_the_chosen_range(fixture: Fixture, kind: Kind) {
+    let ports = PortRange::new(4000, 4007);
+    let mut running = Running::start(&fixture, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    for (with_source, fully_random) in [(false, true), (true, true), (true, false), (false, false)]
+    {
+        let source = |family| with_source.then(|| Place::Other.node(family));
+        let options = |family| Masquerade {
+            ports,
+            source: source(family),
+            ..Masquerade::plain(fully_random)
+        };
+        let rules = masqueraded_by(options);
+        running.want(rules.clone()).await;
+        for family in Family::BOTH {
+            let SourcePort { own, seen } = fixture.source_port(family);
+            assert!((4000..=4007).contains(&seen), "{family}, random {fully_random}: {own} {seen}");
+            let seen = fixture.seen(family, Place::Pod, Place::Outside);
+            let node = source(family).unwrap_or_else(|| Place::Outside.node(family));
+            assert_eq!(seen, Some(node), "{family}");
+        }
+        running.stop().await;
+        running = Running::start(&fixture, kind, rules, RESYNC).await;
+        running.assert_writes(0, 0);
     }
 }
 
@@ -212,7 +292,8 @@ fn nft_shows_the_tables_of_go_flannel() {
                 "{shown}"
             );
         }
-        running.want(rules_of(Place::Pod, RuleOptions { fully_random: false, ..ALL })).await;
+        let masquerade = Masquerade::both(false);
+        running.want(rules_of(Place::Pod, RuleOptions { masquerade, ..ALL })).await;
         let shown = nft("list ruleset");
         assert!(shown.contains("masquerade") && !shown.contains("random"), "{shown}");
     });
