@@ -24,6 +24,9 @@ pub struct Config {
     /// `RequireEncryption`: whether packets to pods of other nodes may leave only by an encrypted
     /// [`Datapath`](crate::backend::Datapath). Go flannel ignores this field.
     pub require_encryption: bool,
+    /// `IPMasqExclude`: networks to which packets of pods are not masqueraded, if the node
+    /// masquerades. Go flannel ignores this field.
+    pub masquerade_exclude: Vec<Subnet>,
     /// How pods of different nodes reach each other.
     pub backend: BackendConfig,
 }
@@ -102,8 +105,14 @@ impl Config {
         ["IPv6Network", "IPv6SubnetLen", "IPv6SubnetMin", "IPv6SubnetMax"],
     ];
     /// The names of all other fields.
-    pub const COMMON_FIELDS: [&str; 5] =
-        ["EnableIPv4", "EnableIPv6", "EnableNFTables", "RequireEncryption", "Backend"];
+    pub const COMMON_FIELDS: [&str; 6] = [
+        "EnableIPv4",
+        "EnableIPv6",
+        "EnableNFTables",
+        "RequireEncryption",
+        "IPMasqExclude",
+        "Backend",
+    ];
 
     /// The names of all fields.
     pub fn fields() -> Vec<&'static str> {
@@ -151,10 +160,12 @@ impl Config {
     fn read(text: &str, pod_network: ReadNetwork) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let [v4, v6] = Self::FAMILY_FIELDS;
-        let [enable_v4, enable_v6, nftables, encryption, backend_name] = Self::COMMON_FIELDS;
+        let [enable_v4, enable_v6, nftables, encryption, exclude, backend_name] =
+            Self::COMMON_FIELDS;
         let flag = |name, default| Ok(fields.take(name, "true or false")?.unwrap_or(default));
         let nftables = flag(nftables, false)?;
         let require_encryption = flag(encryption, false)?;
+        let masquerade_exclude = subnets(&fields, exclude)?;
         // The fields of a disabled family are checked too.
         let networks = Dual {
             v4: pod_network(&fields, Family::V4, v4, flag(enable_v4, true)?)?,
@@ -165,13 +176,13 @@ impl Config {
             return Err(fields.error(enable_v4, &"false", expected));
         }
         let backend = backend(&fields, backend_name)?;
-        Ok(Self { networks, nftables, require_encryption, backend })
+        Ok(Self { networks, nftables, require_encryption, masquerade_exclude, backend })
     }
 
     /// The config as JSON text, with every default filled in. [`Self::parse`] reads an equal config
     /// from it. The text has the options of the backend, which may contain a secret.
     pub fn to_json(&self) -> String {
-        let [enable_v4, enable_v6, nftables, encryption, backend] = Self::COMMON_FIELDS;
+        let [enable_v4, enable_v6, nftables, encryption, exclude, backend] = Self::COMMON_FIELDS;
         let mut fields = vec![
             (enable_v4, self.networks.v4.is_some().to_string()),
             (enable_v6, self.networks.v6.is_some().to_string()),
@@ -187,6 +198,10 @@ impl Config {
                 (first, format!("\"{}\"", pods.min.base())),
                 (last, format!("\"{}\"", pods.max.base())),
             ]);
+        }
+        if !self.masquerade_exclude.is_empty() {
+            let list = self.masquerade_exclude.iter().map(|subnet| format!("\"{subnet}\""));
+            fields.push((exclude, format!("[{}]", list.collect::<Vec<_>>().join(","))));
         }
         if self.backend.explicit {
             fields.push((backend, self.backend.options.clone()));
@@ -365,6 +380,17 @@ fn automatic_len(network: Subnet) -> Option<u8> {
     (least <= longest_len(network.family())).then(|| least.max(usual))
 }
 
+/// A list of subnets. None of them is the whole address space. An absent list is empty.
+fn subnets(fields: &Fields, name: &str) -> Result<Vec<Subnet>, FieldError> {
+    let expected = "a list of subnets, for example [\"10.0.0.0/8\"]";
+    let list: Vec<String> = fields.take(name, expected)?.unwrap_or_default();
+    let parse = |text: &String| {
+        let subnet = text.parse().ok().filter(|subnet: &Subnet| !subnet.is_everything());
+        subnet.ok_or_else(|| fields.error(name, text, expected))
+    };
+    list.iter().map(parse).collect()
+}
+
 fn backend(fields: &Fields, name: &str) -> Result<BackendConfig, FieldError> {
     if !fields.has(name) {
         return Ok(BackendConfig { kind: "vxlan".into(), options: "{}".into(), explicit: false });
@@ -478,6 +504,7 @@ mod tests {
             r#"{"Network":"10.3.7.9/16","SubnetLen":26,"SubnetMin":"10.3.5.0",
                 "SubnetMax":"10.3.9.64",
                 "EnableNFTables":true,"RequireEncryption":true,
+                "IPMasqExclude":["192.0.2.9/24","fd00::/8"],
                 "backend":{"type":"Host-GW", "Secret":"\"x\n\u00e4"}}"#,
             r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00::/48"}"#,
             r#"{"Network":"10.3.0.0/28","EnableIPv6":true,"IPv6Network":"fd00::/120",
@@ -537,6 +564,9 @@ mod tests {
                 "true or false",
             ),
             (r#"{"Network":"10.3.0.0/16","RequireEncryption":1}"#, "RequireEncryption", "true or"),
+            (r#"{"Network":"10.3.0.0/16","IPMasqExclude":["0.0.0.0/0"]}"#, "IPMasqExclude", "10."),
+            (r#"{"Network":"10.3.0.0/16","IPMasqExclude":["x"]}"#, "IPMasqExclude", "10.0.0.0/8"),
+            (r#"{"Network":"10.3.0.0/16","IPMasqExclude":"10.0.0.0/8"}"#, "IPMasqExclude", "list"),
             (r#"{"Network":"10.3.0.0/16","Backend":null}"#, "Backend", "Type"),
             (r#"{"Network":"10.3.0.0/16","Backend":{}}"#, "Backend", "Type"),
             (r#"{"Network":"10.3.0.0/16","Backend":{"Type":3}}"#, "Backend.Type", "vxlan"),
@@ -561,7 +591,7 @@ mod tests {
     #[test]
     fn every_field_is_read() {
         for name in Config::fields() {
-            let text = format!(r#"{{"Network":"10.3.0.0/16","{name}":[]}}"#);
+            let text = format!(r#"{{"Network":"10.3.0.0/16","{name}":[0]}}"#);
             assert_eq!(Config::parse(&text).unwrap_err().field, name);
         }
     }
