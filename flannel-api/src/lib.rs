@@ -54,8 +54,9 @@ pub use problem::{LeaseLoss, Problem, ProblemCause, Severity};
 pub use rejection::{RejectionCause, RejectionReport};
 pub use status::{
     Counted, DaemonReport, Deployment, FailureReport, GuardReport, InterfaceReport, LatencyReport,
-    LeaseReport, MoveReport, NetworkReport, Ownership, ProcessReport, RefusedConfig, RepairReport,
-    RepairsReport, StatusReport, SubnetsReport, TrafficReport, TransportReport,
+    LeaseReport, MasqueradeReport, MoveReport, NetworkReport, Ownership, ProcessReport,
+    RefusedConfig, RepairReport, RepairsReport, StatusReport, SubnetsReport, TrafficReport,
+    TransportReport,
 };
 pub use store::{StoreFailure, StoreKind, StoreReport};
 pub use why::{ObjectReport, ObjectState, WhyReport};

@@ -143,9 +143,30 @@ pub struct NetworkReport {
     /// their numbers cannot be read now.
     #[serde(default)]
     pub guard: Option<GuardReport>,
+    /// How packets from pods to addresses outside the pod network are masqueraded. `null` if they
+    /// are not.
+    #[serde(default)]
+    pub masquerade: Option<MasqueradeReport>,
     /// Fields that this version does not know.
     #[serde(flatten)]
     pub more: More,
+}
+
+/// How packets from pods to addresses outside the pod network are masqueraded. An empty list is no
+/// restriction.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MasqueradeReport {
+    /// The families whose packets are masqueraded: `IPv4`, `IPv6`. At least one.
+    pub families: Vec<String>,
+    /// The networks to which packets are not masqueraded, by options and by the network config.
+    pub exclude: Vec<String>,
+    /// The sources that packets get. A family without one gets the address of the device by which
+    /// a packet leaves.
+    pub sources: Vec<String>,
+    /// The source ports of TCP, UDP and SCTP, as `1024-65535`, or `null` for all.
+    pub ports: Option<String>,
+    /// The devices by which masqueraded packets leave.
+    pub interfaces: Vec<String>,
 }
 
 /// The packets that the guard of a tunnel refused since it was put in place.

@@ -1,13 +1,19 @@
 //! The configuration of a daemon, as typed values.
 
-use std::net::SocketAddr;
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_backends::Backends;
-use flannel_core::SubnetManager;
+use flannel_core::address::{Dual, Family};
+use flannel_core::object::LinkName;
+use flannel_core::{Subnet, SubnetManager};
+use flannel_firewall::PortRange;
 use flannel_netlink::iface::Selectors;
+use flannel_options::go_flags::go_bool;
 use flannel_subnet::{DirLocation, Registry};
 #[cfg(feature = "etcd")]
 use flannel_subnet_etcd::EtcdOptions;
@@ -94,10 +100,21 @@ pub enum NexthopObjects {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FirewallConfig {
-    /// Hide pod addresses from everything outside the pod network (`--ip-masq`).
-    pub masquerade: bool,
+    /// The families in which pod addresses are hidden from everything outside the pod network
+    /// (`--ip-masq`).
+    pub masquerade: MasqueradedFamilies,
     /// Choose the source ports of masqueraded packets at random.
     pub fully_random: bool,
+    /// Networks to which packets are not masqueraded (`--ip-masq-exclude`), besides those of the
+    /// network config. The whole address space is an error.
+    pub masquerade_exclude: Vec<Subnet>,
+    /// The source of masqueraded packets (`--ip-masq-source`). `None` for the address of the device
+    /// by which a packet leaves.
+    pub masquerade_source: Dual<IpAddr>,
+    /// The source ports of masqueraded packets (`--ip-masq-ports`). `None` for all ports.
+    pub masquerade_ports: Option<PortRange>,
+    /// The devices by which masqueraded packets leave (`--ip-masq-interface`). Empty for all.
+    pub masquerade_devices: Vec<LinkName>,
     /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
     pub forward: bool,
     /// Whether the node is not ready while the firewall cannot be opened, for example because
@@ -112,11 +129,74 @@ pub struct FirewallConfig {
 impl Default for FirewallConfig {
     fn default() -> Self {
         Self {
-            masquerade: false,
+            masquerade: MasqueradedFamilies::None,
             fully_random: true,
+            masquerade_exclude: Vec::new(),
+            masquerade_source: Dual::default(),
+            masquerade_ports: None,
+            masquerade_devices: Vec::new(),
             forward: true,
             forward_required: false,
             resync: Duration::from_secs(5),
+        }
+    }
+}
+
+/// The families whose packets are masqueraded. In text it is the value of `--ip-masq`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum MasqueradedFamilies {
+    /// No family: `false`.
+    #[default]
+    None,
+    /// IPv4 only: `ipv4`.
+    V4,
+    /// IPv6 only: `ipv6`.
+    V6,
+    /// Both families: `true`.
+    Both,
+}
+
+impl MasqueradedFamilies {
+    /// Whether the packets of a family are masqueraded.
+    pub const fn has(self, family: Family) -> bool {
+        match self {
+            Self::None => false,
+            Self::V4 => matches!(family, Family::V4),
+            Self::V6 => matches!(family, Family::V6),
+            Self::Both => true,
+        }
+    }
+
+    /// Whether packets of any family are masqueraded.
+    pub const fn is_any(self) -> bool {
+        !matches!(self, Self::None)
+    }
+}
+
+impl fmt::Display for MasqueradedFamilies {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "false",
+            Self::V4 => "ipv4",
+            Self::V6 => "ipv6",
+            Self::Both => "true",
+        })
+    }
+}
+
+/// Reads the value of `--ip-masq`.
+impl FromStr for MasqueradedFamilies {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "ipv4" => Ok(Self::V4),
+            "ipv6" => Ok(Self::V6),
+            _ => match go_bool(text) {
+                Ok(true) => Ok(Self::Both),
+                Ok(false) => Ok(Self::None),
+                Err(_) => Err("expected true or false, ipv4 or ipv6".to_owned()),
+            },
         }
     }
 }

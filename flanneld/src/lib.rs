@@ -15,7 +15,8 @@ mod run;
 mod store;
 
 pub use config::{
-    ControlConfig, ControlSocket, DaemonConfig, FirewallConfig, NexthopObjects, StoreConfig,
+    ControlConfig, ControlSocket, DaemonConfig, FirewallConfig, MasqueradedFamilies,
+    NexthopObjects, StoreConfig,
 };
 pub use daemon::Daemon;
 pub use error::Error;

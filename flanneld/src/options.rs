@@ -121,6 +121,7 @@ impl Options {
         if options.routes.path_mtu && options.control.path_interval == 0 {
             Err(usage("--path-mtu needs probes of paths; expected --path-interval > 0".into()))?;
         }
+        options.firewall.check().map_err(usage)?;
         let is_given = |id: &&str| line.matches.value_source(id) == Some(ValueSource::CommandLine);
         let kube = options.kube.without_effect().iter().copied();
         let without_effect = LogFlags::WITHOUT_EFFECT.into_iter().chain(kube);
@@ -333,7 +334,7 @@ mod tests {
     #[test]
     fn switches_are_parsed_as_in_go() {
         let masq = |args: &[&str], env: &[(&str, &str)]| {
-            parse(args, env).map(|options| options.firewall.ip_masq)
+            parse(args, env).map(|options| options.firewall.ip_masq.is_any())
         };
         for (args, expected) in [
             (&["-ip-masq"] as &[&str], true),
@@ -363,6 +364,55 @@ mod tests {
                 && error.contains("true or false"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn options_of_masquerading_come_from_the_command_line_or_the_environment() {
+        use crate::config::MasqueradedFamilies;
+        let firewall = |args: &[&str], env: &[(&str, &str)]| {
+            let args = [&["-registry=dir:/x"], args].concat();
+            parse(&args, env).map(|options| options.firewall.config())
+        };
+        let by_args = firewall(
+            &[
+                "--ip-masq=ipv6",
+                "--ip-masq-exclude=10.0.0.0/8,fd00::/8",
+                "--ip-masq-exclude",
+                "192.0.2.0/24",
+                "--ip-masq-source=192.0.2.7",
+                "--ip-masq-source=2001:db8::7",
+                "--ip-masq-ports=1024-2047",
+                "--ip-masq-interface=eth1,eth2",
+            ],
+            &[],
+        );
+        let by_env = firewall(
+            &[],
+            &[
+                ("FLANNELD_IP_MASQ", "ipv6"),
+                ("FLANNELD_IP_MASQ_EXCLUDE", "10.0.0.0/8, fd00::/8,192.0.2.0/24"),
+                ("FLANNELD_IP_MASQ_SOURCE", "192.0.2.7,2001:db8::7"),
+                ("FLANNELD_IP_MASQ_PORTS", "1024-2047"),
+                ("FLANNELD_IP_MASQ_INTERFACE", "eth1,eth2"),
+            ],
+        );
+        let by_args = by_args.unwrap();
+        assert_eq!(by_args, by_env.unwrap());
+        assert_eq!(by_args.masquerade, MasqueradedFamilies::V6);
+        assert_eq!(by_args.masquerade_exclude.len(), 3);
+        assert_eq!(by_args.masquerade_devices.len(), 2);
+        assert_eq!(by_args.masquerade_source.iter().count(), 2);
+        for (args, says) in [
+            (&["--ip-masq", "--ip-masq-exclude=0.0.0.0/0"][..], "for example 10.0.0.0/8"),
+            (&["--ip-masq", "--ip-masq-exclude=10.0.0.1"], "for example 10.0.0.0/8"),
+            (&["--ip-masq", "--ip-masq-ports=0-9"], "for example 1024-65535"),
+            (&["--ip-masq", "--ip-masq-source=::1,::2"], "one IPv6 address"),
+            (&["--ip-masq-exclude=10.0.0.0/8"], "expected --ip-masq"),
+            (&["--ip-masq=both"], "expected true or false, ipv4 or ipv6"),
+        ] {
+            let error = firewall(args, &[]).unwrap_err();
+            assert!(error.exit_code() == 2 && error.to_string().contains(says), "{error}");
+        }
     }
 
     #[test]

@@ -7,14 +7,16 @@ pub(crate) mod why;
 
 use flannel_api::{
     Counted, DaemonReport, FailureReport, GuardReport, InterfaceReport, LatencyReport, LeaseReport,
-    More, NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport, StatusReport,
-    StoreReport, SubnetsReport, TrafficReport, TransportReport, VERSION, by_family, seconds, texts,
+    MasqueradeReport, More, NetworkReport, Problem, RefusedConfig, RepairReport, RepairsReport,
+    StatusReport, StoreReport, SubnetsReport, TrafficReport, TransportReport, VERSION, by_family,
+    seconds, texts,
 };
+use flannel_core::address::Family;
 use flannel_core::status::Status;
 use flannel_core::subnet::StoreKind;
 use flannel_doctor::paths::Paths;
 
-use crate::observe::{NetworkSnapshot, Snapshot};
+use crate::observe::{NetworkSnapshot, Running, Snapshot};
 use peers::interesting_peers;
 use problems::problems;
 
@@ -85,9 +87,27 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         },
         latency: LatencyReport::from(&status.latency),
         traffic: network.traffic.as_ref().map(TrafficReport::from),
+        masquerade: masquerade(running),
         guard: network.refused.as_ref().filter(|it| !it.packets.is_empty()).map(GuardReport::from),
         more: More::new(),
     }
+}
+
+/// How the packets of pods are masqueraded, or `None` if they are not.
+fn masquerade(running: &Running) -> Option<MasqueradeReport> {
+    let options = &running.masquerade;
+    let networks = &running.config.networks;
+    let families: Vec<_> = networks.families().filter(|it| options.masquerade.has(*it)).collect();
+    let is_used = |family: Family| families.contains(&family);
+    let excluded = options.excluded(&running.excluded.borrow());
+    let sources = options.masquerade_source.iter().filter(|(family, _)| is_used(*family));
+    (!families.is_empty()).then(|| MasqueradeReport {
+        families: texts(&families),
+        exclude: texts(excluded.iter().filter(|subnet| is_used(subnet.family()))),
+        sources: texts(sources.map(|(_, source)| source)),
+        ports: options.masquerade_ports.map(|ports| ports.to_string()),
+        interfaces: texts(&options.masquerade_devices),
+    })
 }
 
 /// The config of the store that the network that runs does not follow.

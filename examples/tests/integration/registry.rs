@@ -11,7 +11,7 @@ use flannel_lab::testing::as_root;
 use flannel_lab::{Host, Lab};
 use flannel_subnet::testing::{Fixture, registry_suite};
 use flannel_subnet::{MemoryRegistry, Registry};
-use flanneld::{Daemon, DaemonConfig, StoreConfig};
+use flanneld::{Daemon, DaemonConfig, MasqueradedFamilies, StoreConfig};
 use tokio::sync::oneshot;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -37,7 +37,7 @@ fn config(host: &Host, registry: Arc<dyn Registry>) -> DaemonConfig {
     config.interface.iface = vec!["eth0".into()];
     config.subnet_file = host.subnet_file();
     config.state_dir = host.dir().join("state");
-    config.firewall.masquerade = true;
+    config.firewall.masquerade = MasqueradedFamilies::Both;
     config
 }
 

@@ -1,8 +1,8 @@
 //! `flannelctl status` and `peers`. Problems come first, with commands that repair them.
 
 use flannel_api::{
-    FailureReport, Finding, GuardReport, MoveReport, NetworkReport, Ownership, PeerReport,
-    PeerState, Severity, StatusReport, StoreReport, TrafficReport, TunnelReport,
+    FailureReport, Finding, GuardReport, MasqueradeReport, MoveReport, NetworkReport, Ownership,
+    PeerReport, PeerState, Severity, StatusReport, StoreReport, TrafficReport, TunnelReport,
 };
 use flannel_options::printable::inline;
 use serde::Serialize;
@@ -197,7 +197,22 @@ fn network_fields(network: &NetworkReport, terminal: &Terminal) -> String {
     terminal.field("lease", Style::Bold, &format!("{}, {term}", lease.subnets.join(", ")))
         + &terminal.field("interface", Style::Bold, &chosen)
         + &terminal.field("backend", Style::Bold, &backend)
+        + &network.masquerade.as_ref().map(|it| masquerade_line(it, terminal)).unwrap_or_default()
         + &network.moving.as_ref().map(|moving| move_line(moving, terminal)).unwrap_or_default()
+}
+
+fn masquerade_line(masquerade: &MasqueradeReport, terminal: &Terminal) -> String {
+    let MasqueradeReport { families, exclude, sources, ports, interfaces } = masquerade;
+    let mut text = families.join(" and ");
+    for (words, list) in [(", as", sources), (", by", interfaces), (", except to", exclude)] {
+        if !list.is_empty() {
+            text += &format!("{words} {}", list.join(", "));
+        }
+    }
+    if let Some(ports) = ports {
+        text += &format!(", from ports {ports}");
+    }
+    terminal.field("masq", Style::Bold, &text)
 }
 
 fn move_line(moving: &MoveReport, terminal: &Terminal) -> String {

@@ -12,7 +12,7 @@ use flannel_core::lease::View;
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
 use flannel_core::runtime::SharedAnswer;
-use flannel_core::{Config, Kernel, Remedy};
+use flannel_core::{Config, Kernel, Remedy, Subnet};
 use flannel_doctor::Network;
 use flannel_doctor::inputs::tunnels::Tunnels;
 use flannel_doctor::path_probe::server::ServerConfig;
@@ -20,7 +20,7 @@ use flannel_doctor::paths::{Paths, ProbeSettings};
 use flannel_netlink::NetlinkKernel;
 use tokio::sync::watch;
 
-use crate::config::ControlConfig;
+use crate::config::{ControlConfig, FirewallConfig};
 
 /// The time for which requests share an answer.
 const SHARED: Duration = Duration::from_secs(1);
@@ -40,6 +40,10 @@ pub(crate) struct Running {
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,
     pub(crate) firewall_rules: watch::Receiver<FirewallRules>,
+    /// The options of masquerading.
+    pub(crate) masquerade: FirewallConfig,
+    /// The exclusions from masquerading of the network config, as of now.
+    pub(crate) excluded: watch::Receiver<Vec<Subnet>>,
     /// The results of the probes of paths, or `None` if paths are not probed.
     pub(crate) paths: Option<Paths>,
     /// The lease has expired while the store did not answer.

@@ -11,6 +11,7 @@ use flannel_netlink::{Session, Tunnel};
 use flannel_route::{Host, JoinOptions};
 
 use super::*;
+use crate::config::FirewallConfig;
 
 /// A device with a peer for each handshake and number of sent bytes. Peer `n` has the subnet
 /// 10.1.(7 + n).0/24.
@@ -68,6 +69,8 @@ pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
         handle: NetworkHandle::new(lease, 1450, status),
         views,
         firewall_rules: watch::channel(FirewallRules::Unwanted).1,
+        masquerade: FirewallConfig::default(),
+        excluded: watch::channel(Vec::new()).1,
         paths: None,
         lapsed: false,
         since: SystemTime::now(),

@@ -8,7 +8,7 @@ use flannel_core::kernel::Footprint;
 use flannel_core::lease::{Origin, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
-use flannel_core::{Config, Lease, Network, SubnetManager};
+use flannel_core::{Config, Lease, Network, Subnet, SubnetManager};
 use flannel_doctor::path_probe::server::ServerConfig;
 use flannel_doctor::paths::{Paths, ProbeSettings};
 use flannel_route::admission::Handshakes;
@@ -79,6 +79,8 @@ pub(super) struct RunningNetwork<'a> {
     pub(super) footprint: Footprint,
     /// Whether the firewall rules are in place, or cannot be made and are not required.
     pub(super) rules_settled: watch::Receiver<bool>,
+    /// The exclusions from masquerading of the config, as of now.
+    excluded: watch::Sender<Vec<Subnet>>,
     tunnels: watch::Receiver<Option<Tunnels>>,
     withholds_offers: bool,
 }
@@ -167,7 +169,8 @@ impl<'a> DaemonContext<'a> {
     fn assemble(self, ready: Ready) -> Result<Assembled<'a>, Error> {
         let Self { settings, subnets, starter, go_flannel, observer } = self;
         let (rules, rules_shown) = watch::channel(settings.firewall.firewall_rules(&ready.config));
-        let running = ready.running(settings, rules_shown);
+        let excluded = watch::Sender::new(ready.config.masquerade_exclude.clone());
+        let running = ready.running(settings, rules_shown, excluded.subscribe());
         let probes = running.probes(&settings.control);
         let probe_server = running.probe_server(settings.control.doctor_port);
         let shown = observer.running(running);
@@ -199,6 +202,7 @@ impl<'a> DaemonContext<'a> {
             uplink: ready.uplink,
             validator: ready.validator,
             rules_settled,
+            excluded,
             tunnels: tunnels_seen,
         };
         let parts = Parts {
@@ -256,6 +260,7 @@ impl RunningNetwork<'_> {
             config: &self.config,
             datapath: &self.datapath,
             own: self.handle.lease.subnets,
+            excluded: self.excluded.subscribe(),
             lapsed: self.lapsed,
             first: self.first,
             settled: parts.rules_settled,
@@ -300,6 +305,7 @@ impl RunningNetwork<'_> {
             refused,
             validate: async |to: &Config| self.validate_next(to).await,
             observer: self.observer,
+            excluded: self.excluded.clone(),
         };
         triggers.add(config.run());
         triggers.add(UplinkController { network: self }.run());

@@ -24,7 +24,7 @@ const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","Subne
     "Backend":{"Type":"vxlan"}}"#;
 
 /// A host's uplink, in the namespace of the calling test.
-fn uplink() {
+pub(crate) fn uplink() {
     ip("link add eth0 type veth peer name wire");
     ip("link set wire up");
     ip("address add 192.0.2.1/24 dev eth0");
@@ -33,39 +33,39 @@ fn uplink() {
 }
 
 /// A directory with the registry, the state and the subnet file of one daemon.
-struct Place {
-    dir: tempfile::TempDir,
+pub(crate) struct Place {
+    pub(crate) dir: tempfile::TempDir,
 }
 
 impl Place {
-    fn new(config: &str) -> Self {
+    pub(crate) fn new(config: &str) -> Self {
         let place = Self { dir: tempfile::tempdir().unwrap() };
         fs::create_dir_all(place.leases()).unwrap();
         fs::write(place.registry().join("config"), config).unwrap();
         place
     }
 
-    fn registry(&self) -> PathBuf {
+    pub(crate) fn registry(&self) -> PathBuf {
         self.dir.path().join("network")
     }
 
-    fn leases(&self) -> PathBuf {
+    pub(crate) fn leases(&self) -> PathBuf {
         self.registry().join("subnets")
     }
 
-    fn subnet_file(&self) -> PathBuf {
+    pub(crate) fn subnet_file(&self) -> PathBuf {
         self.dir.path().join("run/subnet.env")
     }
 
     /// The text of the subnet file. Waits for it: it is written when the data path is in place.
-    fn subnet_env(&self) -> String {
+    pub(crate) fn subnet_env(&self) -> String {
         let text = || fs::read_to_string(self.subnet_file());
         wait_until(|| text().is_ok(), || format!("{}: no such file", self.subnet_file().display()));
         text().unwrap()
     }
 
     /// The daemon's answer over its control socket.
-    fn request(&self, target: &str) -> String {
+    pub(crate) fn request(&self, target: &str) -> String {
         let socket = self.subnet_file().with_file_name("flanneld.sock");
         let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -82,7 +82,7 @@ impl Place {
         self.leases().join(format!("{base}.0-24"))
     }
 
-    fn start(&self, extra: &[&str]) -> Daemon {
+    pub(crate) fn start(&self, extra: &[&str]) -> Daemon {
         let registry = format!("dir:{}", self.registry().display());
         self.start_on(&registry, extra)
     }
@@ -91,7 +91,7 @@ impl Place {
         Daemon::start(&mut self.command(registry, extra))
     }
 
-    fn command(&self, registry: &str, extra: &[&str]) -> Command {
+    pub(crate) fn command(&self, registry: &str, extra: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_flanneld"));
         command
             .args(["--registry", registry, "-iface=eth0", "--subnet-file"])

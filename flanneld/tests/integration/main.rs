@@ -15,6 +15,7 @@ mod etcd;
 mod interference;
 #[cfg(feature = "kube")]
 mod kube;
+mod masquerade;
 mod options;
 mod processes;
 mod programs;

@@ -8,7 +8,7 @@ use std::pin::pin;
 use std::time::Duration;
 
 use flannel_api::RefusedConfig;
-use flannel_core::{Config, SubnetManager};
+use flannel_core::{Config, Subnet, SubnetManager};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
@@ -37,6 +37,8 @@ pub(crate) struct ConfigController<'a, V> {
     /// Checks whether a network can be built from a config.
     pub(crate) validate: V,
     pub(crate) observer: &'a Observer,
+    /// Gets the exclusions from masquerading, which need no other network.
+    pub(crate) excluded: watch::Sender<Vec<Subnet>>,
 }
 
 impl<V: AsyncFn(&Config) -> Result<(), Error>> ConfigController<'_, V> {
@@ -107,7 +109,8 @@ impl<V: AsyncFn(&Config) -> Result<(), Error>> ConfigController<'_, V> {
 
     /// Whether the network must be rebuilt with this config of the store. Notes why not.
     async fn replaces(&self, followed: &mut Followed, now: &Config) -> bool {
-        let is_other = now != self.used;
+        let excluded = &now.masquerade_exclude;
+        let is_other = *now != Config { masquerade_exclude: excluded.clone(), ..self.used.clone() };
         if is_other && let Err(error) = (self.validate)(now).await {
             self.refuse(followed, now, error.to_string());
             self.observer.note(|facts| facts.waiting_config = None);
@@ -123,7 +126,22 @@ impl<V: AsyncFn(&Config) -> Result<(), Error>> ConfigController<'_, V> {
                 "the network config has other networks now, which are used from the next start on"
             );
         }
+        if !is_other {
+            self.exclude(excluded);
+        }
         is_other && !waits
+    }
+
+    /// Passes on the exclusions from masquerading, if they have changed.
+    fn exclude(&self, excluded: &[Subnet]) {
+        let is_new = self.excluded.send_if_modified(|used| {
+            let is_new = used != excluded;
+            excluded.clone_into(used);
+            is_new
+        });
+        if is_new {
+            tracing::info!(?excluded, "the network config has other exclusions from masquerading");
+        }
     }
 
     /// Reports that a config cannot be used, unless the log has this reason already.
@@ -207,6 +225,7 @@ mod tests {
         observer: Observer,
         validations: Cell<u32>,
         obstacle: RefCell<Option<String>>,
+        excluded: watch::Sender<Vec<Subnet>>,
     }
 
     impl Fixture {
@@ -224,6 +243,7 @@ mod tests {
                 observer: Observer::default(),
                 validations: Cell::new(0),
                 obstacle: RefCell::new(Some("too large".to_owned())),
+                excluded: watch::Sender::default(),
             }
         }
 
@@ -244,6 +264,7 @@ mod tests {
                 refused: None,
                 validate,
                 observer: &self.observer,
+                excluded: self.excluded.clone(),
             };
             controller.until_changed().await
         }
@@ -314,6 +335,33 @@ mod tests {
         let reason = tokio::time::timeout(2 * LONGEST, running).await.unwrap().unwrap();
         assert_eq!(reason, "the network config has changed");
         assert_eq!(fixture.observer.snapshot().facts.refused_config, None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn other_exclusions_need_no_other_network() {
+        let (_text, _log) = LogText::capture();
+        let fixture = Fixture::new();
+        let mut running = pin!(fixture.until_changed());
+        let with = |config: &str, list: &str| {
+            Some(config.replace('{', &format!("{{\"IPMasqExclude\":{list},")).replacen(
+                &format!("{{\"IPMasqExclude\":{list},\"Type"),
+                "{\"Type",
+                1,
+            ))
+        };
+        for list in ["[\"192.0.2.0/24\"]", "[\"192.0.2.0/24\",\"fd00::/8\"]", "[]"] {
+            fixture.registry.set_config(with(USED, list).as_deref());
+            fixture.runs_for_an_hour(&mut running).await;
+            let used: Vec<_> =
+                fixture.excluded.borrow().iter().map(|subnet| format!("{subnet:?}")).collect();
+            assert_eq!(used.len(), list.matches('/').count(), "{list}: {used:?}");
+        }
+        assert_eq!(fixture.validations.get(), 0, "nothing else has changed");
+        // They do not change with a config that is not used.
+        fixture.registry.set_config(with(UNFIT, "[\"192.0.2.0/24\"]").as_deref());
+        fixture.runs_for_an_hour(&mut running).await;
+        assert!(fixture.excluded.borrow().is_empty());
+        assert!(fixture.observer.snapshot().facts.refused_config.is_some());
     }
 
     #[tokio::test(start_paused = true)]

@@ -4,9 +4,12 @@
 
 use std::convert::Infallible;
 
+use flannel_core::address::Dual;
 use flannel_core::backend::Datapath;
-use flannel_core::{Config, Subnets};
-use flannel_firewall::{Firewall, Mode, Options, Programs, RuleOptions, Rules, Status, cleanup};
+use flannel_core::{Config, Subnet, Subnets};
+use flannel_firewall::{
+    Firewall, Masquerade, Mode, Options, Programs, RuleOptions, Rules, Status, cleanup,
+};
 use tokio::sync::watch;
 
 use super::Ended;
@@ -17,14 +20,34 @@ use crate::observe::FirewallRules;
 impl FirewallConfig {
     /// Whether rules are requested.
     fn wanted(&self, config: &Config) -> bool {
-        self.masquerade || self.forward || config.require_encryption
+        self.masquerade.is_any() || self.forward || config.require_encryption
     }
 
     fn rule_options(&self, config: &Config, datapath: &Datapath) -> RuleOptions {
-        let Self { masquerade, fully_random, forward, .. } = *self;
+        let masquerade = Dual::from_fn(|family| {
+            self.masquerade.has(family).then(|| Masquerade {
+                fully_random: self.fully_random,
+                exclude: self.excluded(&config.masquerade_exclude),
+                source: self.masquerade_source[family],
+                ports: self.masquerade_ports,
+                devices: self.masquerade_devices.clone(),
+            })
+        });
         let encrypted = || datapath.encrypted.iter().copied().collect();
         let encrypted = config.require_encryption.then(encrypted);
-        RuleOptions { masquerade, fully_random, forward, encrypted }
+        RuleOptions { masquerade, forward: self.forward, encrypted }
+    }
+
+    /// The networks to which packets are not masqueraded: those of the options, and those of the
+    /// network config that the options lack.
+    pub(crate) fn excluded(&self, of_config: &[Subnet]) -> Vec<Subnet> {
+        let mut all = self.masquerade_exclude.clone();
+        for subnet in of_config {
+            if !all.contains(subnet) {
+                all.push(*subnet);
+            }
+        }
+        all
     }
 
     /// Opens the kernel's firewall that the network config names.
@@ -56,7 +79,7 @@ impl FirewallConfig {
             config.nftables != used.nftables || is_encryption_new
         };
         let has_other_rules = used.is_some_and(has_other_rules);
-        if (self.wanted(config) && has_other_rules) || (self.masquerade && first) {
+        if (self.wanted(config) && has_other_rules) || (self.masquerade.is_any() && first) {
             self.open(config, datapath).await?;
         }
         Ok(())
@@ -75,6 +98,8 @@ pub(crate) struct FirewallController<'a> {
     pub(crate) config: &'a Config,
     pub(crate) datapath: &'a Datapath,
     pub(crate) own: Subnets,
+    /// The exclusions from masquerading of the config, which may change while the network runs.
+    pub(crate) excluded: watch::Receiver<Vec<Subnet>>,
     /// The subnets of a lapsed lease may be another node's, so rules are only made for them if they
     /// are required.
     pub(crate) lapsed: bool,
@@ -112,14 +137,13 @@ impl FirewallController<'_> {
             self.settled.send_replace(true);
             return Ok(std::future::pending().await);
         }
-        let networks = config.networks.map(|_, network| network.network);
-        let own = self.own.iter().collect();
-        let rules = Rules::new(&networks, &own, &options.rule_options(config, datapath))?;
-        // They do not change while a network runs.
-        let (_desired, rules) = watch::channel(rules);
+        let mut excluded = self.excluded.clone();
+        let (desired, rules) = watch::channel(self.rules(&excluded.borrow_and_update())?);
         let firewall = match options.open(config, datapath).await {
             Ok(firewall) => firewall,
-            Err(error) if self.first && !self.lapsed && options.masquerade => return Err(error),
+            Err(error) if self.first && !self.lapsed && options.masquerade.is_any() => {
+                return Err(error);
+            }
             Err(error) => self.open_later(error).await,
         };
         let status = firewall.status();
@@ -127,14 +151,39 @@ impl FirewallController<'_> {
         tokio::select! {
             never = firewall.run(rules) => match never {},
             never = self.settle(status) => match never {},
+            never = self.follow(excluded, &desired) => match never {},
         }
+    }
+
+    /// The rules with these exclusions of the config.
+    fn rules(&self, excluded: &[Subnet]) -> Result<Rules, flannel_firewall::Error> {
+        let Self { options, config, datapath, .. } = *self;
+        let config = Config { masquerade_exclude: excluded.to_vec(), ..config.clone() };
+        let networks = config.networks.map(|_, network| network.network);
+        let own = self.own.iter().collect();
+        Rules::new(&networks, &own, &options.rule_options(&config, datapath))
+    }
+
+    /// Follows the exclusions of the network config.
+    async fn follow(
+        &self,
+        mut excluded: watch::Receiver<Vec<Subnet>>,
+        desired: &watch::Sender<Rules>,
+    ) -> Infallible {
+        while excluded.changed().await.is_ok() {
+            match self.rules(&excluded.borrow_and_update()) {
+                Ok(rules) => _ = desired.send_replace(rules),
+                Err(error) => tracing::warn!(%error, "the exclusions are not used"),
+            }
+        }
+        std::future::pending().await
     }
 
     /// Tries to open the firewall until that succeeds, after the first attempt failed with `error`.
     /// Each reason is logged once.
     async fn open_later(&self, mut error: flannel_firewall::Error) -> Firewall {
         let Self { options, config, datapath, .. } = *self;
-        let by_options = options.masquerade || options.forward_required;
+        let by_options = options.masquerade.is_any() || options.forward_required;
         // Otherwise they are only the default.
         let requested = by_options || config.require_encryption;
         let mut logged = None;

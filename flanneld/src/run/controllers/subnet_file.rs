@@ -39,7 +39,8 @@ impl SubnetFile<'_> {
             networks: network.config.pod_networks().collect(),
             subnets: network.handle.lease.subnets.iter().collect(),
             mtu: network.handle.mtu,
-            ip_masq: network.settings.firewall.masquerade,
+            // The CNI plugin then leaves masquerading to flannel, in both families, as in k3s.
+            ip_masq: network.settings.firewall.masquerade.is_any(),
         };
         let path = network.settings.subnet_file.clone();
         let go_flannel = network.go_flannel.clone();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use flannel_core::lease::View;
-use flannel_core::{Config, Kernel};
+use flannel_core::{Config, Kernel, Subnet};
 use flannel_doctor::paths::Paths;
 use flannel_route::Joined;
 use flannel_route::admission::Handshakes;
@@ -49,6 +49,7 @@ impl Ready {
         &self,
         settings: &DaemonConfig,
         firewall_rules: watch::Receiver<FirewallRules>,
+        excluded: watch::Receiver<Vec<Subnet>>,
     ) -> Running {
         let datapath = self.backends.datapath(settings);
         let footprint = self.backends.footprint(Some(self.uplink.iface.name)).unwrap_or_default();
@@ -64,6 +65,8 @@ impl Ready {
             handle: self.joined.network.handle(),
             views: self.views.clone(),
             firewall_rules,
+            masquerade: settings.firewall.clone(),
+            excluded,
             lapsed: self.lapsed,
             since: SystemTime::now(),
         }
