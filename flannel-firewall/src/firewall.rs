@@ -7,6 +7,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use flannel_core::Subnet;
 use flannel_core::logging::LogRateLimiter;
 use tokio::sync::watch;
 use tokio::time::{Instant, Interval, MissedTickBehavior};
@@ -155,19 +156,22 @@ impl Firewall {
         // The rules that were in place after the last check. If they are still desired, another
         // program has made the differences.
         let mut placed: Option<Rules> = None;
+        // The networks that had rules.
+        let mut former: Vec<Subnet> = Vec::new();
         let mut closed = false;
         loop {
-            let desired = rules.borrow_and_update().clone();
+            let desired = rules.borrow_and_update().clone().with_former(former);
+            former = desired.networks().to_vec();
             let began = Instant::now();
             let check = self.check(&desired).await;
             let by_others = placed.as_ref() == Some(&desired);
             let done = check.failed.is_empty();
             self.publish(check, by_others);
             if done {
-                placed = Some(desired);
                 if self.should_remove_others() {
-                    self.remove_others().await;
+                    self.remove_others(&desired.cleared()).await;
                 }
+                placed = Some(desired);
             } else if !by_others {
                 placed = None;
             }
@@ -196,12 +200,12 @@ impl Firewall {
         !status.old_rules_gone && (status.leftovers.is_empty() || may_retry)
     }
 
-    /// Removes rules of flannel that this firewall does not keep.
-    async fn remove_others(&mut self) {
+    /// Removes rules that `none` owns and this firewall does not keep.
+    async fn remove_others(&mut self, none: &Rules) {
         let programs = &self.options.programs;
         let Cleanup { found, failed } = match &mut self.engine {
-            Engine::Nftables(_) => Iptables::clean(programs, None, Scope::All, true).await,
-            Engine::Iptables(used) => clean(programs, Some(used.as_mut()), true).await,
+            Engine::Nftables(_) => Iptables::clean(programs, None, none, Scope::All, true).await,
+            Engine::Iptables(used) => clean(programs, Some(used.as_mut()), none, true).await,
         };
         for deviation in &found {
             tracing::info!(object = deviation.object, "rules of another mode were removed");
@@ -363,27 +367,40 @@ impl std::fmt::Debug for Firewall {
 /// Removes flannel's rules from nftables and each installed variant of iptables, in the network
 /// namespace of the calling thread. Continues after a failure. A second call finds nothing.
 pub async fn cleanup(programs: &Programs) -> Cleanup {
-    clean(programs, None, true).await
+    clean(programs, None, &Rules::default(), true).await
 }
 
 /// The rules that [`cleanup`] would remove.
 pub async fn leftovers(programs: &Programs) -> Cleanup {
-    clean(programs, None, false).await
+    clean(programs, None, &Rules::default(), false).await
+}
+
+/// Removes flannel's rules for these pod networks, as [`cleanup`] does. The rules for other
+/// networks stay: they are of another daemon. With `dry_run` it removes nothing, and returns the
+/// rules that it would remove.
+pub async fn cleanup_networks(programs: &Programs, networks: &[Subnet], dry_run: bool) -> Cleanup {
+    clean(programs, None, &Rules::none_for(networks.iter().copied()), !dry_run).await
 }
 
 /// Removes only the rules that Go flannel does not know: the rules about encryption
 /// ([`RuleOptions::encrypted`]), and the [guards](crate::Guard) of tunnels. With `dry_run` it
 /// removes nothing, and returns the rules that it would remove.
 pub async fn cleanup_for_go(programs: &Programs, dry_run: bool) -> Cleanup {
-    let mut cleanup = Iptables::clean(programs, None, Scope::UnknownToGo, !dry_run).await;
+    let none = Rules::default();
+    let mut cleanup = Iptables::clean(programs, None, &none, Scope::UnknownToGo, !dry_run).await;
     cleanup.note(flannel_core::runtime::blocking(move || nft::clean_for_go(!dry_run)).await);
     cleanup
 }
 
-/// Finds flannel's rules in nftables and iptables, except the rules of `used`. Removes them if
-/// `write` is true.
-async fn clean(programs: &Programs, used: Option<&mut Iptables>, write: bool) -> Cleanup {
-    let mut cleanup = Iptables::clean(programs, used, Scope::All, write).await;
-    cleanup.note(nft::clean(write));
+/// Finds the rules in nftables and iptables that `none` owns, except the rules of `used`. Removes
+/// them if `write` is true.
+async fn clean(
+    programs: &Programs,
+    used: Option<&mut Iptables>,
+    none: &Rules,
+    write: bool,
+) -> Cleanup {
+    let mut cleanup = Iptables::clean(programs, used, none, Scope::All, write).await;
+    cleanup.note(nft::clean(none, write));
     cleanup
 }

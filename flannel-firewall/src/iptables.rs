@@ -120,12 +120,13 @@ impl Iptables {
         Ok(deviations)
     }
 
-    /// Finds flannel's rules in `scope`, except those that `except` keeps, and removes them if
-    /// `write` is true. A missing program is a failure if flannel may have rules that only it can
-    /// read.
+    /// Finds the rules in `scope` that `none`, which has no rules, owns, except those that `except`
+    /// keeps, and removes them if `write` is true. A missing program is a failure if flannel may have
+    /// rules that only it can read.
     pub(crate) async fn clean(
         programs: &Programs,
         mut except: Option<&mut Self>,
+        none: &Rules,
         scope: Scope,
         write: bool,
     ) -> Cleanup {
@@ -147,7 +148,7 @@ impl Iptables {
                     Ok(variant) if done.contains(&variant) => continue,
                     Ok(variant) => {
                         done.push(variant);
-                        reconcile(&mut tool, &Rules::default(), family, scope, write).await
+                        reconcile(&mut tool, none, family, scope, write).await
                     }
                     Err(error) => Err(error),
                 });

@@ -7,6 +7,7 @@ mod guard;
 mod iptables;
 mod masquerade;
 mod nft;
+mod ownership;
 mod rules;
 mod status;
 
@@ -15,7 +16,7 @@ pub use drops::{
     stopped_packets,
 };
 pub use error::Error;
-pub use firewall::{Firewall, Mode, Options, cleanup, cleanup_for_go, leftovers};
+pub use firewall::{Firewall, Mode, Options, cleanup, cleanup_for_go, cleanup_networks, leftovers};
 pub use guard::{Guard, Guarded, TunnelEnd, Usual};
 pub use iptables::program::{Programs, Variant};
 pub use masquerade::{Masquerade, PortRange};

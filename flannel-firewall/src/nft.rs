@@ -14,10 +14,11 @@ use flannel_netlink::netfilter::{Batch, NetfilterEvents, NetfilterSocket, Refuse
 use flannel_netlink::nftables::{self, Expr, GROUP, Table, batch, generation};
 use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
 
-use self::table::{Content, TABLES, TableId};
+use self::table::{Content, PARTS, TableId};
 use crate::error::Error;
 use crate::guard;
 use crate::iptables::script::{self, Scope};
+use crate::ownership::Ownership;
 use crate::rules::{Chain, Rules};
 use crate::status::{Deviation, Fault, Packets};
 
@@ -31,6 +32,8 @@ pub(crate) struct Nft {
     events: NetfilterEvents,
     /// Whether rules can look for routes, or `None` until that is needed.
     finds_routes: Option<bool>,
+    /// The tables that may concern this value.
+    watched: Vec<TableId>,
     /// The counters of the rules at the last check, before its changes.
     pub(crate) counted: Packets<u64>,
 }
@@ -42,21 +45,25 @@ impl Nft {
         let events = NetfilterEvents::listen(GROUP, socket.port())
             .map_err(|error| Error::kernel("nftables", error))?;
         let socket = Arc::new(Mutex::new(Some(socket)));
-        Ok(Self { socket, events, finds_routes: None, counted: Packets::default() })
+        let watched = PARTS.map(|part| part.usual()).to_vec();
+        Ok(Self { socket, events, finds_routes: None, watched, counted: Packets::default() })
     }
 
     /// Makes the tables equal to `rules`. Returns the differences that it removed.
     pub(crate) async fn reconcile(&mut self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
         let desired = self.supported(rules).await;
         let socket = self.socket.clone();
-        let (deviations, counted) = blocking(move || match &mut *lock(&socket) {
+        let checked = blocking(move || match &mut *lock(&socket) {
             Some(socket) => {
+                let watched = all_tables(socket, &desired)?;
                 let counted = count(socket, &desired)?;
-                Ok((reconcile(socket, &desired, true, |_| true)?, counted))
+                let deviations = reconcile(socket, &desired, true, |_| true)?;
+                Ok(Some((watched, counted, deviations)))
             }
-            None => Ok((Vec::new(), Packets::default())),
-        })
-        .await?;
+            None => Ok(None),
+        });
+        let Some((watched, counted, deviations)) = checked.await? else { return Ok(Vec::new()) };
+        self.watched = watched;
         self.counted = counted;
         Ok(deviations)
     }
@@ -88,8 +95,9 @@ impl Nft {
 
     /// Waits until another program changes a table of flannel, or messages are lost.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
+        let watched = &self.watched;
         self.events
-            .changed(|message| TABLES.iter().any(|id| id.table().is_changed_by(message)))
+            .changed(|message| watched.iter().any(|id| id.table().is_changed_by(message)))
             .await
             .map_err(|error| Error::kernel("nftables notifications", error))
     }
@@ -102,10 +110,10 @@ impl Drop for Nft {
     }
 }
 
-/// Finds flannel's tables, and removes them if `write` is true.
-pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
+/// Finds the tables that `none` owns, and removes them if `write` is true.
+pub(crate) fn clean(none: &Rules, write: bool) -> Result<Vec<Deviation>, Error> {
     match open_if_any()? {
-        Some(mut socket) => reconcile(&mut socket, &Rules::default(), write, |_| true),
+        Some(mut socket) => reconcile(&mut socket, none, write, |_| true),
         None => Ok(Vec::new()),
     }
 }
@@ -114,7 +122,7 @@ pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
 pub(crate) fn clean_for_go(write: bool) -> Result<Vec<Deviation>, Error> {
     let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
     let guards = guard::tables(&mut socket).map_err(|error| Error::kernel("nftables", error))?;
-    let mut found = reconcile(&mut socket, &Rules::default(), write, TableId::is_about_encryption)?;
+    let mut found = reconcile(&mut socket, &Rules::default(), write, TableId::is_unknown_to_go)?;
     for name in guards {
         let table = guard::table_named(&name);
         if write {
@@ -177,7 +185,7 @@ fn reconcile(
     is_meant: impl Fn(&TableId) -> bool,
 ) -> Result<Vec<Deviation>, Error> {
     for _ in 0..TRIES {
-        let mut tables = read_tables(socket)?;
+        let mut tables = read_tables(socket, rules)?;
         tables.retain(|table| is_meant(&table.id));
         let transaction = Transaction::new(&tables, rules);
         if transaction.deviations.is_empty() || !write {
@@ -198,6 +206,26 @@ struct FoundTable {
     content: Option<Content>,
 }
 
+impl FoundTable {
+    /// Whether another daemon has its rules here.
+    fn is_of_others(&self, owned: &Ownership) -> bool {
+        let family = self.id.part.family;
+        self.content.as_ref().is_some_and(|content| content.is_of_others(family, owned))
+    }
+}
+
+/// The table for the rules of a part, of the tables that may have them: the usual one, unless
+/// another daemon has it, or has had it before, so that the rules are in the table of the network.
+fn home<'a>(part: &'a [FoundTable], rules: &Rules) -> Option<&'a FoundTable> {
+    let usual = part.iter().find(|found| found.id.is_usual());
+    // The networks begin with the one that has rules.
+    let own = part.iter().find(|found| !found.id.is_usual());
+    let is_taken = usual.is_some_and(|usual| usual.is_of_others(rules.ownership()));
+    let is_gone = usual.is_some_and(|usual| usual.content.is_none());
+    let moved = own.filter(|own| is_taken || (is_gone && own.content.is_some()));
+    moved.or(usual)
+}
+
 /// The transaction that replaces the tables that differ from the desired ones.
 struct Transaction {
     batch: Batch,
@@ -212,8 +240,14 @@ impl Transaction {
     fn new(tables: &[FoundTable], rules: &Rules) -> Self {
         let mut transaction =
             Self { batch: batch(), deviations: Vec::new(), titles: Vec::new(), whole: Vec::new() };
-        for FoundTable { id, content } in tables {
-            transaction.add(id, content.as_ref(), Content::desired(rules, id));
+        let owned = rules.ownership();
+        for part in tables.chunk_by(|a, b| a.id.part == b.id.part) {
+            let home = home(part, rules);
+            for found in part.iter().filter(|found| !found.is_of_others(owned)) {
+                let is_home = home.is_some_and(|home| home.id == found.id);
+                let desired = if is_home { Content::desired(rules, &found.id) } else { None };
+                transaction.add(&found.id, found.content.as_ref(), desired);
+            }
         }
         transaction
     }
@@ -256,8 +290,14 @@ impl Transaction {
 /// The counters of the rules. Without rules that count, nothing is read.
 fn count(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Packets<u64>, Error> {
     let mut counted = Packets::default();
-    for id in TABLES.into_iter().filter(TableId::is_about_encryption) {
-        if rules.of(id.family, Chain::Encryption).is_empty() {
+    if Family::BOTH.iter().all(|family| rules.of(*family, Chain::Encryption).is_empty()) {
+        return Ok(counted);
+    }
+    let tables = read_tables(socket, rules)?;
+    for part in tables.chunk_by(|a, b| a.id.part == b.id.part) {
+        let home = home(part, rules).filter(|home| home.id.is_about_encryption());
+        let Some(FoundTable { id, .. }) = home else { continue };
+        if rules.of(id.part.family, Chain::Encryption).is_empty() {
             continue;
         }
         let table = id.table();
@@ -267,14 +307,24 @@ fn count(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Packets<u64>, Er
     Ok(counted)
 }
 
-/// Reads all tables as they are at one moment.
-fn read_tables(socket: &mut NetfilterSocket) -> Result<Vec<FoundTable>, Error> {
+/// The tables that may have rules of the networks of `rules`.
+fn all_tables(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Vec<TableId>, Error> {
+    let mut all = Vec::new();
+    for part in PARTS {
+        let tables = part.tables(socket, rules.ownership());
+        all.extend(tables.map_err(|error| Error::kernel("nftables", error))?);
+    }
+    Ok(all)
+}
+
+/// Reads the tables that may have rules of the networks of `rules`, as they are at one moment.
+fn read_tables(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Vec<FoundTable>, Error> {
     nftables::at_one_moment(
         socket,
         |error| Error::kernel("nftables", error),
         |socket| {
             let mut tables = Vec::new();
-            for id in TABLES {
+            for id in all_tables(socket, rules)? {
                 let content = Content::read(socket, &id)
                     .map_err(|error| Error::kernel(id.table().to_string(), error))?;
                 tables.push(FoundTable { id, content });
@@ -323,19 +373,25 @@ mod tests {
                 forward: true,
                 encrypted: Some(vec!["wg0".parse().unwrap()]),
             });
-            let desired =
-                TABLES.map(|id| FoundTable { id, content: Content::desired(&after, &id) });
             let mut socket = NetfilterSocket::open().unwrap();
-            for id in TABLES {
+            let all = all_tables(&mut socket, &after).unwrap();
+            let desired: Vec<_> = all
+                .into_iter()
+                .map(|id| {
+                    let content = Content::desired(&after, &id).filter(|_| id.is_usual());
+                    FoundTable { id, content }
+                })
+                .collect();
+            for id in PARTS.map(|part| part.usual()) {
                 reconcile(&mut socket, &before, true, |_| true).unwrap();
-                let found = read_tables(&mut socket).unwrap();
+                let found = read_tables(&mut socket, &after).unwrap();
                 let transaction = Transaction::new(&found, &after);
                 let mut removal = batch();
                 id.table().remove(&mut removal);
                 socket.commit(removal).unwrap();
                 assert_eq!(transaction.commit(&mut socket).unwrap(), None, "{id:?}");
                 reconcile(&mut socket, &after, true, |_| true).unwrap();
-                assert_eq!(read_tables(&mut socket).unwrap(), desired);
+                assert_eq!(read_tables(&mut socket, &after).unwrap(), desired);
             }
         });
     }

@@ -15,6 +15,7 @@ use flannel_core::object::LinkName;
 
 use crate::error::Error;
 use crate::masquerade::{Masquerade, PortRange};
+use crate::ownership::Ownership;
 
 /// The bit that kube-proxy sets in the mark of the packets that it masquerades.
 pub const KUBE_PROXY_MARK: u32 = 0x4000;
@@ -39,7 +40,10 @@ impl Default for RuleOptions {
     }
 }
 
-/// The rules of one network for each address family. The default has no rules.
+/// The rules of one network for each address family. The default has no rules, and a firewall with
+/// it removes all rules of flannel. Otherwise a firewall removes only rules for the same pod
+/// networks, and for [former](Self::with_former) ones: another daemon on the host has other
+/// networks.
 ///
 /// ```
 /// use flannel_core::address::{Dual, Family};
@@ -55,7 +59,10 @@ impl Default for RuleOptions {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Rules(Dual<[Vec<Rule>; Chain::ALL.len()]>);
+pub struct Rules {
+    chains: Dual<[Vec<Rule>; Chain::ALL.len()]>,
+    ownership: Ownership,
+}
 
 impl Rules {
     /// The rules for pods in `networks` on the node that owns `subnets`.
@@ -92,14 +99,52 @@ impl Rules {
             let unrouted = encrypted.map(|_| unrouted(*network, subnets[family]));
             [masquerade, forward, encryption, unrouted].map(Option::unwrap_or_default)
         });
-        Ok(Self(rules))
+        let ownership = Ownership::Networks(networks.values().copied().collect());
+        Ok(Self { chains: rules, ownership })
+    }
+
+    /// These rules, and none for the pod networks that this daemon had earlier.
+    #[must_use]
+    pub fn with_former(mut self, networks: impl IntoIterator<Item = Subnet>) -> Self {
+        if let Ownership::Networks(all) = &mut self.ownership {
+            for network in networks {
+                if !all.contains(&network) {
+                    all.push(network);
+                }
+            }
+        }
+        self
+    }
+
+    /// No rules for these pod networks. Rules for other ones may exist.
+    pub fn none_for(networks: impl IntoIterator<Item = Subnet>) -> Self {
+        let ownership = Ownership::Networks(Vec::new());
+        Self { chains: Dual::default(), ownership }.with_former(networks)
+    }
+
+    /// The networks whose rules these replace, also former ones.
+    pub(crate) fn networks(&self) -> &[Subnet] {
+        match &self.ownership {
+            Ownership::Everything => &[],
+            Ownership::Networks(networks) => networks,
+        }
+    }
+
+    /// No rules, with the same networks.
+    pub(crate) fn cleared(&self) -> Self {
+        Self { chains: Dual::default(), ownership: self.ownership.clone() }
+    }
+
+    /// The rules that a firewall may change.
+    pub(crate) fn ownership(&self) -> &Ownership {
+        &self.ownership
     }
 
     /// These rules without the chain [`Chain::Unrouted`].
     pub(crate) fn without_unrouted(&self) -> Self {
         let mut rules = self.clone();
         for family in Family::BOTH {
-            if let Some(chains) = &mut rules.0[family] {
+            if let Some(chains) = &mut rules.chains[family] {
                 chains[Chain::Unrouted as usize].clear();
             }
         }
@@ -108,7 +153,7 @@ impl Rules {
 
     /// The rules of a chain in order. Empty if the chain is not desired.
     pub fn of(&self, family: Family, chain: Chain) -> &[Rule] {
-        self.0[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
+        self.chains[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
     }
 
     /// Whether the family has rules.
@@ -305,13 +350,14 @@ fn forward(network: Subnet) -> Vec<Rule> {
 /// Only destinations decide, because a source may be translated. Packets to this node's own pods,
 /// and packets by `lo`, do not leave the host.
 fn encryption(network: Subnet, own: Option<Subnet>, devices: &[LinkName]) -> Vec<Rule> {
-    let mut rules = vec![Rule::new(None, Some(Side::NotIn(network)), Verdict::Return)];
-    rules.extend(own.map(|own| Rule::new(None, Some(Side::In(own)), Verdict::Return)));
+    let to_pods = Some(Side::In(network));
+    let own = own.map(|own| Rule::new(None, Some(Side::In(own)), Verdict::Return));
+    let mut rules: Vec<Rule> = own.into_iter().collect();
     let loopback = "lo".parse().expect("a valid name");
     for device in [loopback].iter().chain(devices) {
-        rules.push(Rule { device: Some(*device), ..Rule::new(None, None, Verdict::Return) });
+        rules.push(Rule { device: Some(*device), ..Rule::new(None, to_pods, Verdict::Return) });
     }
-    rules.push(Rule::new(None, None, Verdict::Drop));
+    rules.push(Rule::new(None, to_pods, Verdict::Drop));
     rules
 }
 
@@ -400,19 +446,14 @@ pub(crate) mod tests {
             (Family::V6, "fd00:1::/48", "fd00:1:0:7::/64"),
         ] {
             let of = |rules: &Rules| text(rules.of(family, Chain::Encryption));
-            let first = [
-                format!("to not {network}: return"),
-                format!("to {own}: return"),
-                "by lo: return".to_owned(),
-            ];
+            let first = [format!("to {own}: return"), format!("to {network} by lo: return")];
+            let by_wg = |n| format!("to {network} by wg{n}: return");
+            let drop = format!("to {network}: drop");
             let with = |more: &[&str]| {
                 [&first[..], &more.iter().map(ToString::to_string).collect::<Vec<_>>()].concat()
             };
-            assert_eq!(
-                of(&by(&["wg0", "wg1"])),
-                with(&["by wg0: return", "by wg1: return", "all: drop"])
-            );
-            assert_eq!(of(&by(&[])), with(&["all: drop"]), "no device encrypts");
+            assert_eq!(of(&by(&["wg0", "wg1"])), with(&[&by_wg(0), &by_wg(1), &drop]));
+            assert_eq!(of(&by(&[])), with(&[&drop]), "no device encrypts");
             assert_eq!(
                 text(by(&[]).of(family, Chain::Unrouted)),
                 [

@@ -1,7 +1,10 @@
 //! Computes the input of `iptables-restore` from the output of `iptables-save` and the desired
 //! rules.
 //!
-//! A chain is compared as a whole, in order. If it differs, it is emptied and filled again.
+//! A chain is compared as a whole, in order. If it differs, it is emptied and filled again. Several
+//! daemons on a host share the chains, also with Go flannel. Then the rules for other networks are
+//! left out of the comparison, and stay. Go flannel checks that its own rules exist, and nothing
+//! else.
 //!
 //! A jump to it is the last rule of the built-in chain, but comes before the first rule that no
 //! packet passes. So the rules of other programs that see packets come first, such as those of
@@ -13,9 +16,11 @@
 use std::fmt::Write as _;
 use std::net::IpAddr;
 
+use flannel_core::Subnet;
 use flannel_core::address::Family;
 
 use super::saved::{Saved, SavedTable, words};
+use crate::ownership::Ownership;
 use crate::rules::{Chain, Nat, Rule, RuleOptions, Rules, Side, Verdict};
 use crate::status::{Deviation, Fault};
 
@@ -148,7 +153,8 @@ pub(crate) fn script(saved: &str, rules: &Rules, target: Target<'_>) -> Script {
             };
             let key = (place.table, place.chain);
             let placed = placed.contains(&key);
-            let found = Found::read(saved.table(table).unwrap_or(&none), place, placed);
+            let table_found = saved.table(table).unwrap_or(&none);
+            let found = Found::read(table_found, place, rules.ownership(), placed);
             let numbered = found.repair(place, &desired, &mut lines, &mut |object: &str, fault| {
                 let object = format!("{program}, table {table}, {object}");
                 script.deviations.push(Deviation { object, fault });
@@ -166,7 +172,10 @@ pub(crate) fn script(saved: &str, rules: &Rules, target: Target<'_>) -> Script {
 #[derive(Debug, Default)]
 struct Found<'a> {
     exists: bool,
+    /// The rules for networks of this daemon, and those without a network.
     rules: Vec<&'a str>,
+    /// Rules for networks of other daemons are left out of `rules`.
+    is_shared: bool,
     /// Jumps to the chain.
     jumps: Vec<Jump<'a>>,
     /// The number of other rules before the first jump in the hook.
@@ -186,10 +195,17 @@ struct Jump<'a> {
 }
 
 impl<'a> Found<'a> {
-    fn read(table: &SavedTable<'a>, place: &Place, placed: bool) -> Self {
+    fn read(table: &SavedTable<'a>, place: &Place, owned: &Ownership, placed: bool) -> Self {
+        let all = table.rules(place.chain);
+        let is_others = |rule: &&str| {
+            let network = network_of(rule).filter(|network| !owned.has(*network));
+            network.is_some() && words(rule).iter().any(|word| *word == place.comment)
+        };
+        let rules: Vec<_> = all.iter().copied().filter(|rule| !is_others(rule)).collect();
         let mut found = Self {
             exists: table.chain(place.chain).is_some(),
-            rules: table.rules(place.chain).to_vec(),
+            is_shared: rules.len() < all.len(),
+            rules,
             placed,
             ..Self::default()
         };
@@ -221,6 +237,12 @@ impl<'a> Found<'a> {
     ) -> bool {
         let chain = place.chain;
         let title = format!("chain {chain}");
+        if self.is_shared {
+            if self.repair_shared(chain, desired, lines) {
+                deviates(&title, Fault::Different);
+            }
+            return !desired.is_empty() && self.repair_jump(place, lines, deviates);
+        }
         if desired.is_empty() {
             if self.exists || !self.jumps.is_empty() {
                 deviates(&title, Fault::Unwanted);
@@ -243,6 +265,39 @@ impl<'a> Found<'a> {
             }
         }
         self.repair_jump(place, lines, deviates)
+    }
+
+    /// Adds lines to `lines` that make the own rules of a shared chain equal to `desired`. Returns
+    /// false if they are equal. A rule without a network, such as the one about the mark of
+    /// kube-proxy, is there once for all daemons. It must come before the own rules.
+    fn repair_shared(&self, chain: &str, desired: &[String], lines: &mut String) -> bool {
+        let is_common = |rule: &str| network_of(rule).is_none();
+        let is_wanted = |rule: &str| desired.iter().any(|want| meaning(want) == meaning(rule));
+        let common: Vec<_> = desired.iter().filter(|rule| is_common(rule)).collect();
+        let is_there =
+            |rules: &[&str], want: &str| rules.iter().any(|rule| meaning(rule) == meaning(want));
+        let first = self.rules.iter().position(|rule| !is_common(rule));
+        let before = &self.rules[..first.unwrap_or(self.rules.len())];
+        let own = self.rules.iter().filter(|rule| !is_common(rule)).map(|rule| meaning(rule));
+        let wanted = desired.iter().filter(|rule| !is_common(rule)).map(|rule| meaning(rule));
+        // Without rules of its own, a daemon leaves the common ones to others.
+        let is_stray = |rule: &str| is_common(rule) && !desired.is_empty() && !is_wanted(rule);
+        if own.eq(wanted)
+            && common.iter().all(|want| is_there(before, want))
+            && !self.rules.iter().any(|rule| is_stray(rule))
+        {
+            return false;
+        }
+        for rule in self.rules.iter().filter(|rule| !is_common(rule) || is_stray(rule)) {
+            let _ = writeln!(lines, "-D {chain} {rule}");
+        }
+        for want in common.iter().rev().filter(|want| !is_there(&self.rules, want)) {
+            let _ = writeln!(lines, "-I {chain} {want}");
+        }
+        for rule in desired.iter().filter(|rule| !is_common(rule)) {
+            let _ = writeln!(lines, "-A {chain} {rule}");
+        }
+        true
     }
 
     /// Adds lines to `lines` after which the hook has the jump to the chain exactly once. Returns
@@ -330,6 +385,16 @@ fn source_nat(nat: Nat, random_fully: bool) -> String {
     target
 }
 
+/// The network that a rule of flannel is for: its source, or its destination if it has no source.
+fn network_of(rule: &str) -> Option<Subnet> {
+    let words = words(rule);
+    let after = |option: &str| {
+        let at = words.iter().position(|word| word == option)?;
+        words.get(at + 1)?.parse().ok()
+    };
+    after("-s").or_else(|| after("-d"))
+}
+
 /// Whether a rule jumps to the chain.
 fn goes_to(rule: &str, chain: &str) -> bool {
     // A host may have tens of thousands of rules, so a fast check comes first.
@@ -363,6 +428,7 @@ mod tests {
     use crate::masquerade::Masquerade;
     use crate::rules::RuleOptions;
     use crate::rules::tests::rules;
+    use flannel_core::address::Dual;
 
     const ALL: RuleOptions =
         RuleOptions { masquerade: Masquerade::both(true), forward: true, encrypted: None };
@@ -488,7 +554,7 @@ COMMIT
     }
 
     const FORWARD: RuleOptions =
-        RuleOptions { masquerade: false, fully_random: true, forward: true, encrypted: None };
+        RuleOptions { masquerade: Dual { v4: None, v6: None }, forward: true, encrypted: None };
 
     /// The rules of the chain `FORWARD`, in order, on a host with the forward rules. `J` stands for
     /// the jump.
@@ -595,11 +661,10 @@ COMMIT
 :FLANNEL-ENCRYPTION - [0:0]
 -A POSTROUTING -m comment --comment "flanneld encryption" -j FLANNEL-ENCRYPTION
 -A POSTROUTING -j ACCEPT
--A FLANNEL-ENCRYPTION ! -d 10.1.0.0/16 -m comment --comment "flanneld encryption" -j RETURN
 -A FLANNEL-ENCRYPTION -d 10.1.7.0/24 -m comment --comment "flanneld encryption" -j RETURN
--A FLANNEL-ENCRYPTION -o lo -m comment --comment "flanneld encryption" -j RETURN
--A FLANNEL-ENCRYPTION -o wg0 -m comment --comment "flanneld encryption" -j RETURN
--A FLANNEL-ENCRYPTION -m comment --comment "flanneld encryption" -j DROP
+-A FLANNEL-ENCRYPTION -d 10.1.0.0/16 -o lo -m comment --comment "flanneld encryption" -j RETURN
+-A FLANNEL-ENCRYPTION -d 10.1.0.0/16 -o wg0 -m comment --comment "flanneld encryption" -j RETURN
+-A FLANNEL-ENCRYPTION -d 10.1.0.0/16 -m comment --comment "flanneld encryption" -j DROP
 COMMIT
 "#;
 
@@ -653,6 +718,73 @@ COMMIT
         let script = script(&saved, &Rules::default(), target);
         assert_eq!(faults(&script), ["mangle, chain FLANNEL-ENCRYPTION: not wanted"]);
         assert!(!script.text.contains("FLANNEL-FWD") && !script.text.contains("POSTRTG"));
+    }
+
+    /// The rules of another daemon, as Go flannel has them, for the network 10.2.0.0/16.
+    fn with_others(saved: &str) -> String {
+        let mut all = String::new();
+        for line in saved.lines() {
+            all += &format!("{line}\n");
+            // Each line of a chain of flannel has a twin, except the common one.
+            if line.starts_with("-A FLANNEL-") && line.contains("10.1.") {
+                all += &format!("{}\n", line.replace("10.1.", "10.2."));
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn rules_for_other_networks_stay() {
+        let saved = with_others(&(IN_PLACE.to_owned() + ENCRYPTION));
+        let encrypted = Some(vec!["wg0".parse().unwrap()]);
+        let all = RuleOptions { encrypted, ..ALL };
+        assert_eq!(v4(&saved, all.clone()), Script::default());
+        // The chains are there only for the other network.
+        let only_others: String = saved
+            .lines()
+            .filter(|line| !line.contains("10.1."))
+            .map(|line| format!("{line}\n"))
+            .collect();
+        let script = v4(&only_others, all.clone());
+        let chains = ["nat, chain FLANNEL-POSTRTG", "filter, chain FLANNEL-FWD"];
+        for chain in chains {
+            assert!(faults(&script).contains(&format!("{chain}: different")), "{script:?}");
+        }
+        assert!(!script.text.contains("10.2.") && !script.text.contains(":FLANNEL"), "{script:?}");
+        assert!(!script.text.contains("0x4000"), "the rule about the mark is common: {script:?}");
+        // Own rules go, and those of the other network stay with their jumps.
+        let none = Rules::none_for(["10.1.0.0/16".parse().unwrap()]);
+        let script = super::script(&saved, &none, TARGET);
+        let removed = script.text.lines().filter(|line| line.starts_with("-D ")).count();
+        assert_eq!(removed, 5 + 2 + 4, "{script:?}");
+        assert!(!script.text.contains("10.2.") && !script.text.contains("-X"), "{script:?}");
+        assert!(!script.text.contains("0x4000") && !script.text.contains("-D FORWARD"));
+        // A former network is an own one.
+        let former = rules(all).with_former(["10.2.0.0/16".parse().unwrap()]);
+        let script = super::script(&saved, &former, TARGET);
+        assert!(script.text.contains(":FLANNEL-POSTRTG - [0:0]"), "{script:?}");
+    }
+
+    /// Go flannel appends the rule about the mark again when it repairs its rules.
+    #[test]
+    fn the_common_rule_comes_before_the_own_ones() {
+        let mark = IN_PLACE.lines().find(|line| line.contains("0x4000")).unwrap();
+        let others =
+            "-A FLANNEL-POSTRTG -s 10.2.0.0/16 -m comment --comment \"flanneld masq\" -j M";
+        let late = IN_PLACE
+            .replace(&format!("{mark}\n"), "")
+            .replace("COMMIT\n", &format!("{mark}\n{others}\nCOMMIT\n"));
+        let late = late.replacen(&format!("{mark}\n{others}\n"), "", 1);
+        let script = v4(&late, ALL);
+        assert_eq!(faults(&script), ["nat, chain FLANNEL-POSTRTG: different"]);
+        assert_eq!(script.text.matches("-D ").count(), 5, "{}", script.text);
+        assert_eq!(script.text.matches("-A ").count(), 5, "{}", script.text);
+        assert!(!script.text.contains("0x4000") && !script.text.contains("-I"), "{}", script.text);
+        // It is inserted if it is missing, and a stray rule goes.
+        let missing = late.replace(mark, "-A FLANNEL-POSTRTG -j RETURN");
+        let script = v4(&missing, ALL);
+        assert!(script.text.contains("-I FLANNEL-POSTRTG -m mark"), "{}", script.text);
+        assert!(script.text.contains("-D FLANNEL-POSTRTG -j RETURN"), "{}", script.text);
     }
 
     #[test]

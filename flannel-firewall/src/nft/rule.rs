@@ -1,5 +1,7 @@
 //! The instructions of a rule.
 
+use std::net::IpAddr;
+
 use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_netlink::nftables::{Expr, address_of, is_device, meta, octets, verdict};
@@ -72,6 +74,34 @@ fn source_nat(nat: Nat, exprs: &mut Vec<Expr>) -> Expr {
     Expr::SourceNat { address: source.map(Family::of), ports: ports.is_some(), flags }
 }
 
+/// The network that a rule of flannel is for: its source, or its destination if it has no source.
+/// Go flannel's rules have the same order.
+pub(crate) fn network_of(rule: &[Expr], family: Family) -> Option<Subnet> {
+    [true, false].into_iter().find_map(|is_source| side_of(rule, family, is_source))
+}
+
+/// The subnet with which a rule compares an address. `nft` loads only the bytes that it compares,
+/// if the prefix ends with a byte.
+fn side_of(rule: &[Expr], family: Family, is_source: bool) -> Option<Subnet> {
+    let Expr::Header { offset: start, .. } = address_of(family, is_source) else { return None };
+    let is_load = |expr: &Expr| matches!(expr, Expr::Header { offset, .. } if *offset == start);
+    let at = rule.iter().position(is_load)?;
+    let (len, value) = match rule.get(at + 1..)? {
+        [Expr::Mask(mask), Expr::Compare { value, .. }, ..] => {
+            (mask.iter().map(|byte| byte.count_ones()).sum(), value)
+        }
+        [Expr::Compare { value, .. }, ..] => (8 * u32::try_from(value.len()).ok()?, value),
+        _ => return None,
+    };
+    let mut bytes = value.clone();
+    bytes.resize(usize::from(family.bits() / 8), 0);
+    let address = match family {
+        Family::V4 => IpAddr::from(<[u8; 4]>::try_from(bytes).ok()?),
+        Family::V6 => IpAddr::from(<[u8; 16]>::try_from(bytes).ok()?),
+    };
+    Subnet::new(address, u8::try_from(len).ok()?)
+}
+
 fn mask(subnet: Subnet) -> Vec<u8> {
     let bits = u32::from(subnet.family().bits() - subnet.len());
     let mask = u128::MAX.checked_shl(bits).unwrap_or(0).to_be_bytes();
@@ -93,6 +123,31 @@ mod tests {
         ] {
             assert_eq!(mask(subnet.parse().unwrap()), want, "{subnet}");
         }
+    }
+
+    #[test]
+    fn a_rule_is_for_the_network_of_its_first_address() {
+        let network = |rule: &Rule, family| network_of(&of(rule), family);
+        let subnet = |text: &str| -> Subnet { text.parse().unwrap() };
+        for (family, own, other) in [
+            (Family::V4, "10.1.64.0/19", "10.2.0.9/32"),
+            (Family::V6, "fd00:1::/48", "fd00:2::/64"),
+        ] {
+            let (own, other) = (subnet(own), subnet(other));
+            for side in [Side::In, Side::NotIn] {
+                let rule = Rule::new(Some(side(own)), Some(Side::In(other)), Verdict::Return);
+                assert_eq!(network(&rule, family), Some(own));
+                let rule = Rule::new(None, Some(side(own)), Verdict::Accept);
+                assert_eq!(network(&rule, family), Some(own));
+            }
+            assert_eq!(network(&Rule::new(None, None, Verdict::Return), family), None);
+        }
+        // As `nft` writes 10.1.0.0/16.
+        let short = [
+            Expr::Header { offset: 12, len: 2 },
+            Expr::Compare { equal: true, value: vec![10, 1] },
+        ];
+        assert_eq!(network_of(&short, Family::V4), Some(subnet("10.1.0.0/16")));
     }
 
     #[test]

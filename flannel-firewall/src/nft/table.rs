@@ -2,47 +2,108 @@
 //! rules about encryption, which Go flannel does not know.
 //!
 //! The tables belong to flannel alone. A table that differs from the desired one is replaced as a
-//! whole, in one transaction.
+//! whole, in one transaction. So two daemons on a host never share one: if the table with Go
+//! flannel's name has the rules of another daemon, this one uses a table with the name of its
+//! network, for example `flannel-ipv4-10.2.0.0-16`.
 //!
 //! **Source**: flannel `pkg/trafficmngr/nftables`.
 
 use std::collections::BTreeMap;
 
+use flannel_core::Subnet;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Batch, NetfilterSocket};
 use flannel_netlink::nftables::{self, Base, Table, TableHead, hook, verdict};
 
 use super::rule;
+use crate::ownership::Ownership;
 use crate::rules::{Chain, Rules};
 use crate::status::{Deviation, Fault};
 
-/// A table of flannel.
+/// A family and a part of the rules, which is in one table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct TableId {
+pub(crate) struct Part {
     pub(crate) family: Family,
-    pub(crate) name: &'static str,
+    /// The name of the table, unless another daemon has it.
+    name: &'static str,
     chains: &'static [Chain],
+}
+
+/// A table of flannel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TableId {
+    pub(crate) part: Part,
+    pub(crate) name: String,
 }
 
 const GO: &[Chain] = &[Chain::Postrouting, Chain::Forward];
 const ENCRYPTION: &[Chain] = &[Chain::Encryption, Chain::Unrouted];
-/// All tables, in the order in which they are written.
-pub(crate) const TABLES: [TableId; 4] = [
-    TableId { family: Family::V4, name: "flannel-ipv4", chains: GO },
-    TableId { family: Family::V6, name: "flannel-ipv6", chains: GO },
-    TableId { family: Family::V4, name: "flannel-encryption", chains: ENCRYPTION },
-    TableId { family: Family::V6, name: "flannel-encryption", chains: ENCRYPTION },
+/// All parts, in the order in which they are written.
+pub(crate) const PARTS: [Part; 4] = [
+    Part { family: Family::V4, name: "flannel-ipv4", chains: GO },
+    Part { family: Family::V6, name: "flannel-ipv6", chains: GO },
+    Part { family: Family::V4, name: "flannel-encryption", chains: ENCRYPTION },
+    Part { family: Family::V6, name: "flannel-encryption", chains: ENCRYPTION },
 ];
 
-impl TableId {
-    /// Whether it has the rules about encryption.
-    pub(crate) fn is_about_encryption(&self) -> bool {
-        self.chains == ENCRYPTION
+impl Part {
+    /// Its table with the usual name.
+    pub(crate) fn usual(self) -> TableId {
+        TableId { part: self, name: self.name.to_owned() }
     }
 
-    pub(crate) fn table(&self) -> Table<'static> {
-        Table { family: self.family.into(), name: self.name }
+    /// The tables that may have its rules for the networks of `owned`: the usual one first, then
+    /// the one of each network.
+    ///
+    /// # Errors
+    /// The tables cannot be listed.
+    pub(crate) fn tables(
+        self,
+        socket: &mut NetfilterSocket,
+        owned: &Ownership,
+    ) -> Result<Vec<TableId>, KernelError> {
+        let names: Vec<String> = match owned {
+            Ownership::Everything => {
+                let start = format!("{}-", self.name);
+                let mut names = Table::names(socket, self.family.into())?;
+                names.retain(|name| name.starts_with(&start));
+                names
+            }
+            Ownership::Networks(networks) => {
+                let own = networks.iter().filter(|network| network.family() == self.family);
+                own.map(|network| self.name_for(*network)).collect()
+            }
+        };
+        let others = names.into_iter().map(|name| TableId { part: self, name });
+        Ok(std::iter::once(self.usual()).chain(others).collect())
+    }
+
+    /// The name of the table of a network. `nft` takes only letters, digits and `/\_.-`.
+    fn name_for(self, network: Subnet) -> String {
+        let base = network.base().to_string().replace(':', "_");
+        format!("{}-{base}-{}", self.name, network.len())
+    }
+}
+
+impl TableId {
+    /// Whether Go flannel does not know it.
+    pub(crate) fn is_unknown_to_go(&self) -> bool {
+        self.is_about_encryption() || !self.is_usual()
+    }
+
+    /// Whether it has the rules about encryption.
+    pub(crate) fn is_about_encryption(&self) -> bool {
+        self.part.chains == ENCRYPTION
+    }
+
+    /// Whether it has the usual name.
+    pub(crate) fn is_usual(&self) -> bool {
+        self.name == self.part.name
+    }
+
+    pub(crate) fn table(&self) -> Table<'_> {
+        Table { family: self.part.family.into(), name: &self.name }
     }
 }
 
@@ -104,8 +165,8 @@ impl Content {
     /// The desired table, or `None` if it has no rules.
     pub(crate) fn desired(rules: &Rules, id: &TableId) -> Option<Self> {
         let mut table = Self::default();
-        for chain in id.chains {
-            let rules = rules.of(id.family, *chain);
+        for chain in id.part.chains {
+            let rules = rules.of(id.part.family, *chain);
             if rules.is_empty() {
                 continue;
             }
@@ -128,15 +189,22 @@ impl Content {
     ) -> Result<Option<Self>, KernelError> {
         let table = id.table();
         let Some(TableHead { flags, uses, .. }) = table.head(socket)? else { return Ok(None) };
-        let names: Vec<&str> = id.chains.iter().map(|chain| place(*chain).name).collect();
+        let names: Vec<&str> = id.part.chains.iter().map(|chain| place(*chain).name).collect();
         let mut chains = BTreeMap::new();
-        for (chain, content) in id.chains.iter().zip(nftables::Chain::read(socket, &table, &names)?)
+        for (chain, content) in
+            id.part.chains.iter().zip(nftables::Chain::read(socket, &table, &names)?)
         {
             if let Some(content) = content {
                 chains.insert(*chain, content);
             }
         }
         Ok(Some(Self { flags, uses, chains }))
+    }
+
+    /// Whether it has rules for a network that is not in `owned`.
+    pub(crate) fn is_of_others(&self, family: Family, owned: &Ownership) -> bool {
+        let mut rules = self.chains.values().flat_map(|chain| &chain.rules);
+        rules.any(|rule| rule::network_of(rule, family).is_some_and(|network| !owned.has(network)))
     }
 
     /// Adds the changes that create the table. The first one creates the table itself.
@@ -164,7 +232,7 @@ impl Content {
             (Some(found), Some(desired)) => (found, desired),
         };
         let mut deviations = Vec::new();
-        for chain in id.chains {
+        for chain in id.part.chains {
             let fault = match (found.chains.get(chain), desired.chains.get(chain)) {
                 (None, Some(_)) => Fault::Missing,
                 (Some(_), None) => Fault::Unwanted,

@@ -9,5 +9,6 @@ mod drops;
 mod encryption;
 mod guard;
 mod leaving;
+mod neighbours;
 mod packets;
 mod repair;
