@@ -56,7 +56,8 @@ pub fn command() -> clap::Command {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Paths and addresses")]
 pub(crate) struct Global {
-    /// The socket of the daemon, or off; by default flanneld.sock beside the subnet file
+    /// The socket of the daemon, or off; by default flanneld.sock beside the subnet file, or
+    /// NAME.sock beside a subnet file NAME.env
     #[arg(long, value_name = "FILE|off")]
     pub(crate) control_socket: Option<PathBuf>,
 

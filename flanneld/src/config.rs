@@ -237,7 +237,8 @@ impl Default for ControlConfig {
 /// The control socket.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ControlSocket {
-    /// `flanneld.sock` in the directory of the subnet file, the default of the program `flanneld`.
+    /// `flanneld.sock` beside the subnet file, or `NAME.sock` beside a subnet file `NAME.env` with
+    /// another name than `subnet.env`: the default of the program `flanneld`.
     /// If it cannot be made, the daemon runs without a control socket.
     BesideSubnetFile,
     /// This file. If it cannot be made, the daemon ends with an error.

@@ -31,8 +31,8 @@ pub struct ControlFlags {
         value_parser = port)]
     pub healthz_port: u16,
 
-    /// The socket for flannelctl, or off; by default flanneld.sock in the directory of the
-    /// subnet file
+    /// The socket for flannelctl, or off; by default flanneld.sock beside the subnet file, or
+    /// NAME.sock beside a subnet file NAME.env
     #[arg(long, value_name = "FILE|off")]
     pub control_socket: Option<PathBuf>,
 
