@@ -9,7 +9,7 @@ use std::sync::Arc;
 use flannel_api::{Client, VERSION};
 use flannel_core::kernel::Footprint;
 use flannel_core::{Config, Kernel, Subnet};
-use flannel_firewall::{Programs, leftovers};
+use flannel_firewall::{Programs, cleanup_networks, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_options::printable::line;
@@ -70,7 +70,9 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         for old in old_networks(&global.state_dir, &config) {
             account.kernel(&remove_former(&*kernel, &footprint, old, flags.dry_run)?);
         }
-        account.firewall(flags.dry_run).await;
+        let former = old_networks(&global.state_dir, &config);
+        let networks: Vec<_> = config.pod_networks().chain(former).collect();
+        account.firewall(&networks, flags.dry_run).await;
         // The files go last and only without failures, because they are needed to find objects.
         if account.failed.is_empty() {
             account.file(&global.subnet_file, flags.dry_run);
@@ -179,15 +181,18 @@ impl Account {
         Ok(())
     }
 
-    /// The rules of every mode.
-    async fn firewall(&mut self, dry_run: bool) {
+    /// The rules of every mode for these networks. Notes the rules for other networks.
+    async fn firewall(&mut self, networks: &[Subnet], dry_run: bool) {
         let programs = Programs::default();
-        let report = if dry_run {
-            leftovers(&programs).await
-        } else {
-            flannel_firewall::cleanup(&programs).await
-        };
-        self.rules(report);
+        let own = cleanup_networks(&programs, networks, dry_run).await;
+        let is_own = |object: &str| own.found.iter().any(|own| own.object == object);
+        let all = leftovers(&programs).await.found;
+        let others = all.iter().filter(|found| !dry_run || !is_own(&found.object));
+        self.unknown.extend(
+            others
+                .map(|other| format!("{}, which has rules for another pod network", other.object)),
+        );
+        self.rules(own);
     }
 
     fn rules(&mut self, report: flannel_firewall::Cleanup) {
