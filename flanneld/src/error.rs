@@ -1,6 +1,6 @@
 //! The errors that stop the daemon, with their exit codes.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use flannel_core::subnet::{LeaseEnd, StoreKind};
 use flannel_core::{Remedy, Subnets};
@@ -77,6 +77,26 @@ pub enum Error {
         what: String,
         /// The reason.
         reason: String,
+    },
+    /// Another daemon on this host has a device or a pod network of this one.
+    #[error(
+        "another flanneld on this host has the {what}: stop it; or, if both are to run, give each \
+         one a network config of its own (--etcd-prefix, --registry, --net-config-path) with \
+         another Network and another Backend (VNI, Port, or Type)"
+    )]
+    Claimed {
+        /// The device or the network.
+        what: String,
+    },
+    /// Another daemon on this host writes the subnet file of this one.
+    #[error(
+        "another flanneld on this host writes {}: stop it; or, if both are to run, give each one \
+         another --subnet-file",
+        path.display()
+    )]
+    SubnetFileClaimed {
+        /// The subnet file.
+        path: PathBuf,
     },
     /// The devices of a network with this config could not be made.
     #[error("{0}")]

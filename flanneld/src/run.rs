@@ -3,6 +3,7 @@
 //! **Source**: flannel `main.go`, for the order.
 
 mod backends;
+mod claims;
 mod config_validator;
 mod controllers;
 mod network;

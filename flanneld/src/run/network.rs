@@ -8,11 +8,13 @@ use flannel_core::kernel::Footprint;
 use flannel_core::lease::{Origin, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
+use flannel_core::runtime::blocking;
 use flannel_core::{Config, Lease, Network, Subnet, SubnetManager};
 use flannel_doctor::path_probe::server::ServerConfig;
 use flannel_doctor::paths::{Paths, ProbeSettings};
 use flannel_route::admission::Handshakes;
 use flannel_route::moving::Tunnels;
+use flannel_subnet::subnet_file;
 use tokio::sync::watch;
 
 use super::backends::{ActiveBackend, ActiveBackends, BackendRecord};
@@ -132,7 +134,8 @@ async fn run_until_next(
     let state_dir = &daemon.settings.state_dir;
     let old_networks =
         OldNetworks::record(state_dir, &network.config, daemon.starter.writes.clone()).await;
-    let mut services = network.services(parts);
+    let former = network.former_networks(&old_networks).await;
+    let mut services = network.services(parts, former);
     let mut triggers = network.triggers(refused, old_networks);
     let ended = tokio::select! {
         ended = services.first_end() => ended,
@@ -226,6 +229,14 @@ impl RunningNetwork<'_> {
         SubnetFile { network: self }
     }
 
+    /// The pod networks that this host had earlier: of the record, and of the subnet file that Go
+    /// flannel or a daemon without its record left.
+    async fn former_networks(&self, old: &OldNetworks) -> Vec<Subnet> {
+        let path = self.settings.subnet_file.clone();
+        let read = move || subnet_file::read(&path).map(|env| env.networks).unwrap_or_default();
+        old.former().iter().copied().chain(blocking(read).await).collect()
+    }
+
     /// Checks that a network can be built from the config of the store, or from the one in use.
     ///
     /// # Errors
@@ -252,7 +263,7 @@ impl RunningNetwork<'_> {
     }
 
     /// The controllers that keep the network working until the next one is built.
-    fn services(&self, parts: Parts) -> Controllers<'_> {
+    fn services(&self, parts: Parts, former: Vec<Subnet>) -> Controllers<'_> {
         let mut services = Controllers::default();
         services.add(RouteController { network: self, routes: parts.routes }.run());
         let firewall = FirewallController {
@@ -261,6 +272,7 @@ impl RunningNetwork<'_> {
             datapath: &self.datapath,
             own: self.handle.lease.subnets,
             excluded: self.excluded.subscribe(),
+            former,
             lapsed: self.lapsed,
             first: self.first,
             settled: parts.rules_settled,

@@ -26,6 +26,7 @@ use self::choice::Choice;
 pub(super) use self::choice::{Before, Purpose};
 pub(super) use self::ready::Ready;
 use super::backends::{ActiveBackend, ActiveBackends, BackendRecord};
+use super::claims::Claims;
 use super::config_validator::ConfigValidator;
 use super::own_subnets::OwnSubnets;
 use super::proven::Proven;
@@ -63,6 +64,7 @@ pub(super) struct Starter<'a> {
     pub(super) writes: BlockingQueue,
     trials: DeviceTrials,
     pub(super) own_subnets: OwnSubnets,
+    claims: Claims,
 }
 
 /// What a [`Starter`] builds networks with, besides the settings.
@@ -122,6 +124,7 @@ impl<'a> Starter<'a> {
             writes,
             trials,
             own_subnets,
+            claims: Claims::default(),
         }
     }
 
@@ -189,6 +192,8 @@ impl<'a> Starter<'a> {
         let views = self.subnets.watch_leases().await?;
         let Choice { config, uplink, mut prepared, refused, before } = choice;
         let backends = prepared.backends.clone();
+        let footprint = backends.footprint(Some(uplink.iface.name))?;
+        self.claims.claim(&footprint, &config, &self.settings.subnet_file).await?;
         // A lease may not be had for long, for example because all subnets are taken.
         if self.last.is_none() && before == Before::Nothing && refused.is_none() {
             let networks = Known::Networks(config.pod_networks().collect());

@@ -75,8 +75,9 @@ fn open_sockets() -> BTreeSet<String> {
         open.extend(table(name).into_iter().map(|row| format!("{name} {}", row[1])));
     }
     open.extend(table("unix").into_iter().filter_map(|row| Some(format!("unix {}", row.get(7)?))));
-    // The lock of the name of the trial device. Nothing reads from it.
-    open.retain(|name| !name.starts_with("unix @flanneld/flannel-trial"));
+    // The lock of the name of the trial device, and the claims. Nothing reads from them.
+    let locks = ["unix @flanneld/flannel-trial", "unix @flanneld/claim/"];
+    open.retain(|name| !locks.iter().any(|lock| name.starts_with(lock)));
     open
 }
 

@@ -16,6 +16,7 @@ mod interference;
 #[cfg(feature = "kube")]
 mod kube;
 mod masquerade;
+mod networks;
 mod options;
 mod processes;
 mod programs;

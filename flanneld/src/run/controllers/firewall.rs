@@ -8,7 +8,7 @@ use flannel_core::address::Dual;
 use flannel_core::backend::Datapath;
 use flannel_core::{Config, Subnet, Subnets};
 use flannel_firewall::{
-    Firewall, Masquerade, Mode, Options, Programs, RuleOptions, Rules, Status, cleanup,
+    Firewall, Masquerade, Mode, Options, Programs, RuleOptions, Rules, Status, cleanup_networks,
 };
 use tokio::sync::watch;
 
@@ -100,6 +100,9 @@ pub(crate) struct FirewallController<'a> {
     pub(crate) own: Subnets,
     /// The exclusions from masquerading of the config, which may change while the network runs.
     pub(crate) excluded: watch::Receiver<Vec<Subnet>>,
+    /// Pod networks of earlier runs. The rules for them are removed, and the rules for all others
+    /// are of other daemons.
+    pub(crate) former: Vec<Subnet>,
     /// The subnets of a lapsed lease may be another node's, so rules are only made for them if they
     /// are required.
     pub(crate) lapsed: bool,
@@ -133,7 +136,9 @@ impl FirewallController<'_> {
         let Self { options, config, datapath, .. } = *self;
         if !options.wanted(config) {
             // No rules are requested now, but an earlier run may have left some.
-            cleanup(&Programs::default()).await.log();
+            let networks: Vec<_> =
+                config.pod_networks().chain(self.former.iter().copied()).collect();
+            cleanup_networks(&Programs::default(), &networks, false).await.log();
             self.settled.send_replace(true);
             return Ok(std::future::pending().await);
         }
@@ -161,7 +166,8 @@ impl FirewallController<'_> {
         let config = Config { masquerade_exclude: excluded.to_vec(), ..config.clone() };
         let networks = config.networks.map(|_, network| network.network);
         let own = self.own.iter().collect();
-        Rules::new(&networks, &own, &options.rule_options(&config, datapath))
+        let rules = Rules::new(&networks, &own, &options.rule_options(&config, datapath))?;
+        Ok(rules.with_former(self.former.iter().copied()))
     }
 
     /// Follows the exclusions of the network config.

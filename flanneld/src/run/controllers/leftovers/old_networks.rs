@@ -42,6 +42,11 @@ impl OldNetworks {
         this
     }
 
+    /// The pod networks that this host had earlier, of which objects may be left.
+    pub(crate) fn former(&self) -> &[Subnet] {
+        &self.former
+    }
+
     /// Removes objects of earlier networks once the network is settled, then never returns.
     pub(crate) async fn clear(
         &self,
