@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use flannel_core::address::Family;
-use flannel_firewall::{RuleOptions, Rules, cleanup, cleanup_networks};
+use flannel_firewall::{Options, RuleOptions, Rules, cleanup, cleanup_networks};
 
 use crate::fixture::tools::nft;
 use crate::fixture::{
@@ -83,7 +83,11 @@ async fn a_daemon_removes_only_its_own_rules(fixture: Fixture, kind: Kind) {
     // The second daemon may use the other mode, and tidies it up. The host has one `iptables`.
     let is_possible = |other: &Kind| [kind, Kind::Nftables].contains(other);
     for other in Kind::ALL.into_iter().filter(|it| kind == Kind::Nftables || is_possible(it)) {
-        let mut two = Running::start(&fixture, other, rules_of_second(encrypted()), RESYNC).await;
+        if kind == Kind::Nftables {
+            fixture.tools.host_uses(other);
+        }
+        let options = Options { resync: RESYNC, programs: fixture.tools.programs() };
+        let mut two = Running::with(other, rules_of_second(encrypted()), options).await;
         two.until(|status| status.old_rules_gone).await;
         let networks = Family::BOTH.map(|family| second_network(family)[0]);
         // A network that is named twice is one network.
