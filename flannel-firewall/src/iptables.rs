@@ -121,8 +121,8 @@ impl Iptables {
     }
 
     /// Finds the rules in `scope` that `none`, which has no rules, owns, except those that `except`
-    /// keeps, and removes them if `write` is true. A missing program is a failure if flannel may have
-    /// rules that only it can read.
+    /// keeps, and removes them if `write` is true. A missing program is a failure if flannel may
+    /// have rules that only it can read.
     pub(crate) async fn clean(
         programs: &Programs,
         mut except: Option<&mut Self>,
