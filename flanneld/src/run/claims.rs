@@ -32,6 +32,19 @@ const PAUSE: Duration = Duration::from_millis(50);
 pub(super) struct Claims(Mutex<BTreeMap<String, Socket>>);
 
 impl Claims {
+    /// Claims the subnet file, before anything changes it. Waits two seconds for another daemon to
+    /// end.
+    ///
+    /// # Errors
+    /// Another daemon has it.
+    ///
+    /// # Cancel safety
+    /// The claim may have been made.
+    pub(super) async fn claim_file(&self, subnet_file: &Path) -> Result<(), Error> {
+        let claimed = Error::SubnetFileClaimed { path: subnet_file.to_owned() };
+        self.take_soon(&file_name(subnet_file), Instant::now(), claimed).await
+    }
+
     /// Claims the devices of `footprint`, the pod networks of `config` and the subnet file, and
     /// gives up all other claims. Waits two seconds for another daemon to end.
     ///
@@ -53,16 +66,24 @@ impl Claims {
         lock(&self.0).retain(|name, _| wanted.contains(name));
         let begin = Instant::now();
         for name in wanted {
-            while !self.take(&name)? {
-                if begin.elapsed() >= PATIENCE {
-                    return Err(if name == file {
-                        Error::SubnetFileClaimed { path: subnet_file.to_owned() }
-                    } else {
-                        Error::Claimed { what: name }
-                    });
-                }
-                sleep(PAUSE).await;
+            let claimed = if name == file {
+                Error::SubnetFileClaimed { path: subnet_file.to_owned() }
+            } else {
+                Error::Claimed { what: name.clone() }
+            };
+            self.take_soon(&name, begin, claimed).await?;
+        }
+        Ok(())
+    }
+
+    /// Claims a name, for which it waits until two seconds after `begin`. The error is `claimed` if
+    /// another daemon has it then.
+    async fn take_soon(&self, name: &str, begin: Instant, claimed: Error) -> Result<(), Error> {
+        while !self.take(name)? {
+            if begin.elapsed() >= PATIENCE {
+                return Err(claimed);
             }
+            sleep(PAUSE).await;
         }
         Ok(())
     }

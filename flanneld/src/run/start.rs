@@ -183,6 +183,7 @@ impl<'a> Starter<'a> {
     /// # Errors
     /// The store does not answer, or no network can be built from its values.
     async fn start(&self, observer: &Observer) -> Result<Ready, Error> {
+        self.claims.claim_file(&self.settings.subnet_file).await?;
         let StoreValues { config, cached, hints, views } = self.read(observer).await?;
         let used = self.last.as_ref().map(|last| last.iface.clone());
         let validator =
