@@ -283,7 +283,9 @@ pub(crate) fn uplink(
     config: &Config,
     selectors: &Selectors,
 ) -> Result<LinkName> {
-    let chosen = kernel.external_interface(selectors, config.networks.families());
+    let pod_networks = config.pod_networks().collect();
+    let selectors = Selectors { pod_networks, ..selectors.clone() };
+    let chosen = kernel.external_interface(&selectors, config.networks.families());
     let chosen = chosen.map_err(|error| {
         Error::Refused(format!("{error} (--iface names the interface that the daemon used)"))
     })?;

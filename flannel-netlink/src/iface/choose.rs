@@ -1,5 +1,6 @@
 //! The choice of the interface: selectors are tried in a fixed order, and the first match is used.
 
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
@@ -98,7 +99,8 @@ struct Choice<'a> {
 /// If the selector names no address, the best address of the interface is used. These rules decide,
 /// in this order:
 /// 1. The address with the least [`AddressDoubt`]. There is none about the source address that the
-///    default route sets.
+///    default route sets. The one that the kernel uses to reach the gateway does not count as
+///    movable.
 /// 2. A stable IPv6 address before a temporary one.
 /// 3. The source address that the default route sets.
 /// 4. The [previous](Selectors::previous) address of this host.
@@ -232,28 +234,43 @@ impl<'a> Choice<'a> {
         }
         let texts = joined(known.values());
         let matches = |address| known.values().any(|known| *known == address);
-        self.by_matching(matches, |texts| format!("its address {texts} is one of the node"))
-            .unwrap_or_else(|| Err(format!("no interface has the address {texts}")))
+        let found = self
+            .by_matching(matches, |texts| format!("its address {texts} is one of the node"))
+            .unwrap_or_else(|| Err(format!("no interface has the address {texts}")))?;
+        // Such an address is not doubted.
+        let address = found.address.map(|_, candidate| match matches(candidate.address) {
+            true => Candidate::named(candidate.address),
+            false => *candidate,
+        });
+        Ok(Found { address, ..found })
     }
 
-    /// The first interface with a usable address for which `matches` is true in each enabled
-    /// family. If there is none, the first interface with such an address in one family, and its
-    /// best address of the other family. `None` if no address matches. `reason` gets the matching
-    /// addresses.
+    /// An interface with a usable address for which `matches` is true. One with such an address in
+    /// each enabled family comes first, then one that leads to other hosts, then one that is up. In
+    /// a family without a matching address, its best address is used. `None` if no address matches.
+    /// `reason` gets the matching addresses.
     fn by_matching(
         &self,
         matches: impl Fn(IpAddr) -> bool,
         reason: impl Fn(&str) -> String,
     ) -> Option<Result<Found<'a>, String>> {
+        // The bridge of the pods has an address too.
+        let is_of_pods =
+            |address| self.selectors.pod_networks.iter().any(|network| network.contains(address));
+        let matches = |address| matches(address) && !is_of_pods(address);
         let matching = |interface: &Interface, family| {
             self.candidates(interface, family).into_iter().find(|found| matches(found.address))
         };
-        let count = |interface: &&Interface| {
+        let count = |interface: &Interface| {
             self.families.iter().filter(|family| matching(interface, **family).is_some()).count()
         };
-        let interfaces = || self.facts.interfaces.iter();
-        let find = |least| interfaces().find(|interface| count(interface) >= least);
-        let interface = find(self.families.len().max(1)).or_else(|| find(1))?;
+        let unfitness = |interface: &Interface| {
+            let is_uplink = UPLINKS.contains(&&*interface.kind) && !interface.isolated;
+            (Reverse(count(interface)), !is_uplink, !interface.up)
+        };
+        let all = self.facts.interfaces.iter().filter(|interface| count(interface) > 0);
+        // The first of equally fit ones.
+        let interface = all.min_by_key(|interface| unfitness(interface))?;
         let address = self.addresses(|family| {
             matching(interface, family).map_or_else(|| self.best(interface, family), Ok)
         });
@@ -419,13 +436,17 @@ impl<'a> Choice<'a> {
         let mut usable: Vec<_> = usable(interface, family)
             .map(|a| {
                 let is_given = given == Some(a.address);
-                let doubt = doubt(interface, a).filter(|_| !is_given);
+                let is_usual = usual == Some(a.address);
+                let doubt = doubt(interface, a).filter(|doubt| match doubt {
+                    AddressDoubt::Movable => !is_given && !is_usual,
+                    _ => !is_given,
+                });
                 let rank = (
                     doubt,
                     a.temporary && family == Family::V6,
                     !is_given,
                     previous != Some(a.address),
-                    usual != Some(a.address),
+                    !is_usual,
                     a.temporary,
                     !a.permanent,
                 );
@@ -439,7 +460,8 @@ impl<'a> Choice<'a> {
     /// The result for a matching interface. An MTU of 0 is an error.
     fn finish(&self, found: Found<'_>) -> Result<ExternalInterface, String> {
         let Found { interface, address: candidates, named, reason } = found;
-        let mtu = mtu(interface, self.facts);
+        let leaving = mtu(interface, &self.families, self.facts);
+        let mtu = leaving.unwrap_or_else(|| interface.mtu.min(USUAL_MTU));
         if mtu == 0 {
             return Err(format!("{} has the MTU 0", interface.name));
         }
@@ -464,18 +486,20 @@ fn joined(items: impl IntoIterator<Item = impl ToString>) -> String {
     items.into_iter().map(|item| item.to_string()).collect::<Vec<_>>().join(" and ")
 }
 
-/// The MTU of the packets that leave this host with the addresses of the interface, in bytes.
-pub(super) fn mtu(interface: &Interface, facts: &Facts) -> u32 {
+/// The MTU of the packets that leave this host with the addresses of the interface, in bytes. `None`
+/// if the interface leads to no other host, and the default route shows none that does.
+pub(super) fn mtu(interface: &Interface, families: &[Family], facts: &Facts) -> Option<u32> {
     if !interface.isolated {
-        return interface.mtu;
+        return Some(interface.mtu);
     }
-    let hops = facts.default.iter().flat_map(|route| &route.hops);
+    let routes = facts.default.iter().filter(|route| families.contains(&route.family));
+    let hops: Vec<&NextHop> = routes.flat_map(|route| &route.hops).collect();
     let uplinks = facts
         .interfaces
         .iter()
-        .filter(|other| !other.isolated && hops.clone().any(|hop| hop.link == other.name));
-    let leaving = uplinks.map(|uplink| uplink.mtu).min().unwrap_or(USUAL_MTU);
-    interface.mtu.min(leaving)
+        .filter(|other| !other.isolated && hops.iter().any(|hop| hop.link == other.name));
+    let leaving = uplinks.map(|uplink| uplink.mtu).min()?;
+    Some(interface.mtu.min(leaving))
 }
 
 /// The usable addresses of a family, in the kernel's order.
@@ -486,7 +510,7 @@ fn usable(interface: &Interface, family: Family) -> impl Iterator<Item = &Addres
         .filter(move |a| a.usable && Family::of(a.address) == family && is_unicast(a.address))
 }
 
-/// The doubt about an address that the default route does not set.
+/// The doubt about an address that is no source address of the default route.
 fn doubt(interface: &Interface, address: &Address) -> Option<AddressDoubt> {
     if is_link_local(address.address) {
         Some(AddressDoubt::LinkLocal)
@@ -947,6 +971,30 @@ mod tests {
         }
     }
 
+    #[test]
+    fn an_address_never_selects_a_bridge_of_pods() {
+        let mut facts = facts();
+        let mut bridge = interface("cni0", &["10.244.1.1"]);
+        bridge.kind = "bridge".into();
+        let mut docker = interface("docker0", &["172.17.0.1"]);
+        docker.kind = "bridge".into();
+        facts.interfaces.splice(1..1, [bridge, docker]);
+        facts.interfaces[3] = interface("bond0", &["10.0.0.5", "172.20.0.5"]);
+        facts.interfaces.truncate(4);
+        let select = |network: &str, pods: &[&str]| Selectors {
+            iface_cidr: vec![network.parse().unwrap()],
+            pod_networks: pods.iter().map(|text| text.parse().unwrap()).collect(),
+            ..Selectors::default()
+        };
+        let pods = select("10.0.0.0/8", &["10.244.0.0/16"]);
+        assert_eq!(chosen(&pods, &V4, &facts), "bond0 10.0.0.5 -");
+        let docker = select("172.16.0.0/12", &[]);
+        assert_eq!(chosen(&docker, &V4, &facts), "bond0 172.20.0.5 -", "the bridge is behind it");
+        facts.interfaces.remove(3);
+        assert!(chosen(&pods, &V4, &facts).contains("no interface has a usable address there"));
+        assert_eq!(chosen(&docker, &V4, &facts), "docker0 172.17.0.1 -", "there is no other");
+    }
+
     /// An address of a host, and how it came there.
     fn address(text: &str, origin: Origin) -> Address {
         let (address, len) = text.split_once('/').unwrap();
@@ -1000,6 +1048,8 @@ mod tests {
             (&[("192.0.2.11/32", Static)], none, none, none, 0),
             (&[("192.0.2.250/32", Static), ("192.0.2.11/32", Dhcp)], none, none, none, 1),
             (&[("192.0.2.250/32", Static), ("192.0.2.11/32", Static)], none, none, "192.0.2.11", 1),
+            // The host's own address is a /32 with a route to the gateway, and gets a private one.
+            (&[("192.0.2.11/32", Static), ("10.0.0.5/24", Static)], "192.0.2.11", none, none, 0),
             // The route names the source address.
             (
                 &[("192.0.2.11/24", Static), ("192.0.2.250/32", Static)],
@@ -1075,6 +1125,9 @@ mod tests {
         assert_eq!(mtu(&facts), 8000);
         facts.default = vec![default_route(Family::V4, &["lo"])];
         assert_eq!(mtu(&facts), 1500, "no uplink is known");
+        facts.default.push(default_route(Family::V6, &["eth1"]));
+        assert_eq!(mtu(&facts), 1500, "IPv6 is not enabled");
+        facts.default.pop();
         facts.interfaces[0].mtu = 1400;
         assert_eq!(mtu(&facts), 1400, "its own is smaller");
     }

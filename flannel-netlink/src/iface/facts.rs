@@ -93,7 +93,8 @@ pub struct NextHop {
     /// Whether its interface is up and has a carrier.
     pub usable: bool,
     /// The source address that the kernel chooses for packets to the gateway of the next hop.
-    /// `None` without a gateway, or if the kernel chooses none.
+    /// `None` without a gateway, without a route to it besides the default route, or if the kernel
+    /// chooses none.
     pub source: Option<IpAddr>,
 }
 
@@ -113,8 +114,7 @@ impl NetlinkKernel {
         choose(selectors, families, &self.facts(selectors)?)
     }
 
-    /// Reads the inputs of [`choose`](fn@choose) that these selectors need. It opens a socket for
-    /// this, so that a long table does not delay [`Kernel::apply`](flannel_core::Kernel::apply).
+    /// Reads the inputs of [`choose`](fn@choose) for these selectors. It opens a socket for this, so that a long table does not delay [`Kernel::apply`](flannel_core::Kernel::apply).
     ///
     /// # Errors
     /// The kernel state cannot be read.
@@ -251,7 +251,9 @@ fn next_hop(socket: &mut Socket, hop: Hop) -> Result<Option<NextHop>, KernelErro
     }
     let Some(link) = name_of(socket, index)? else { return Ok(None) };
     let answer = gateway.map(|gateway| lookup(socket, gateway)).transpose()?;
-    let source = answer.filter(|answer| answer.link == Some(link)).and_then(|answer| answer.source);
+    // By the default route itself, the source can be any address of the interface.
+    let on_link = answer.filter(|answer| answer.on_link() == Some(link));
+    let source = on_link.and_then(|answer| answer.source);
     Ok(Some(NextHop { link, usable, source }))
 }
 

@@ -3,8 +3,10 @@
 //! An interface stays chosen as long as it has the addresses and the MTU that it was chosen with.
 //! This holds even if the selectors would now choose another interface, because a change of the
 //! external interface interrupts traffic. As long as it holds, only the chosen interface is read,
-//! and no routes. A link-local address never replaces another address. Another address replaces a
-//! link-local address.
+//! and no routes, except for an interface that leads to no other host: its MTU is that of others.
+//! An address never replaces one that is less doubtful
+//! ([`AddressDoubt`](flannel_core::backend::AddressDoubt)). A less doubtful address of the interface
+//! replaces the chosen one.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -12,6 +14,7 @@ use std::time::Duration;
 use flannel_core::address::Family;
 use flannel_core::backend::{AddressDoubt, ExternalInterface};
 use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
+use flannel_core::object::LinkName;
 use flannel_core::runtime::blocking;
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
@@ -88,6 +91,7 @@ impl NetlinkKernel {
             selectors: selectors.clone(),
             families: families.to_vec(),
             index: None,
+            uplinks: None,
         };
         let mut listens_to_routes = false;
         loop {
@@ -142,9 +146,11 @@ struct Observer {
     chosen: ExternalInterface,
     selectors: Selectors,
     families: Vec<Family>,
-    /// The index of the chosen interface, or `None` if the last check found a difference or a
-    /// better address.
+    /// The index of the chosen interface, or `None` if the last check found a difference.
     index: Option<u32>,
+    /// The interfaces that determine the MTU of a chosen interface that leads to no other host.
+    /// `None` for other interfaces.
+    uplinks: Option<Vec<LinkName>>,
 }
 
 impl Observer {
@@ -155,28 +161,34 @@ impl Observer {
             Err(error) if error.is(ENODEV) => None,
             found => found?,
         };
-        self.index = match found {
-            Some((index, interface))
-                // The MTU of an isolated interface is that of others.
-                if !interface.isolated
-                    && is_kept(&self.chosen, &interface, interface.mtu)
-                    && !has_better(&self.chosen, &interface) =>
-            {
-                Some(index)
-            }
-            _ => None,
+        let Some((index, interface)) = found else {
+            self.index = None;
+            return Ok(false);
         };
-        Ok(self.index.is_some())
+        if interface.isolated {
+            self.uplinks.get_or_insert_default();
+            self.index = Some(index);
+            // Its MTU is that of others.
+            return Ok(false);
+        }
+        self.uplinks = None;
+        let is_kept = is_kept(&self.chosen, &interface, Some(interface.mtu));
+        self.index = is_kept.then_some(index);
+        Ok(is_kept && !has_better(&self.chosen, &interface))
     }
 
     /// Chooses again, and compares the new choice with the old one.
     fn choose(&mut self) -> Result<InterfaceState, KernelError> {
         let facts = facts(&mut self.socket, &self.selectors)?;
-        let kept = facts
-            .interfaces
-            .iter()
-            .find(|interface| interface.name == self.chosen.name)
-            .filter(|interface| is_kept(&self.chosen, interface, mtu(interface, &facts)));
+        if let Some(uplinks) = &mut self.uplinks {
+            *uplinks = facts.default.iter().flat_map(|it| &it.hops).map(|hop| hop.link).collect();
+        }
+        let kept =
+            facts.interfaces.iter().find(|interface| interface.name == self.chosen.name).filter(
+                |interface| {
+                    is_kept(&self.chosen, interface, mtu(interface, &self.families, &facts))
+                },
+            );
         if kept.is_some_and(|interface| !has_better(&self.chosen, interface)) {
             return Ok(InterfaceState::Kept);
         }
@@ -197,7 +209,9 @@ impl Observer {
 
     /// Whether a change of a route can change the choice.
     fn depends_on_routes(&self) -> bool {
-        self.selectors.by_default_route() || self.selectors.can_reach.is_some()
+        self.selectors.by_default_route()
+            || self.selectors.can_reach.is_some()
+            || self.uplinks.is_some()
     }
 
     /// Whether the message may change the choice. While the interface is unchanged, only messages
@@ -205,10 +219,14 @@ impl Observer {
     fn affects_choice(&self, message: &Message<'_>) -> bool {
         let at = |index| self.index.is_none_or(|chosen| chosen == index);
         match Rtm::from(message.kind) {
-            Rtm::Newlink | Rtm::Dellink => link::read(message)
-                .is_none_or(|link| link.whole && (at(link.index) || link.name == self.chosen.name)),
+            Rtm::Newlink | Rtm::Dellink => link::read(message).is_none_or(|link| {
+                let is_uplink =
+                    self.uplinks.as_ref().is_some_and(|uplinks| uplinks.contains(&link.name));
+                let is_it = at(link.index) || link.name == self.chosen.name;
+                link.whole && (is_it || is_uplink)
+            }),
             Rtm::Newaddr | Rtm::Deladdr => addr::read(message).is_none_or(|found| at(found.index)),
-            Rtm::Newroute | Rtm::Delroute if self.index.is_none() => {
+            Rtm::Newroute | Rtm::Delroute if self.index.is_none() || self.uplinks.is_some() => {
                 route::read(message).is_some_and(|route| self.may_lead_elsewhere(&route))
             }
             _ => false,
@@ -226,9 +244,9 @@ impl Observer {
 }
 
 /// Whether the interface has the addresses and the MTU that it was chosen with. `mtu` is its MTU
-/// now.
-fn is_kept(chosen: &ExternalInterface, interface: &Interface, mtu: u32) -> bool {
-    mtu == chosen.mtu
+/// now, or `None` if it is not known, for example while an uplink has lost its route.
+fn is_kept(chosen: &ExternalInterface, interface: &Interface, mtu: Option<u32>) -> bool {
+    mtu.is_none_or(|mtu| mtu == chosen.mtu)
         && chosen
             .address
             .values()
@@ -290,7 +308,7 @@ mod tests {
     use std::sync::{Arc, mpsc};
 
     use flannel_core::address::Dual;
-    use flannel_core::object::{Addr, LinkName, Route, Via};
+    use flannel_core::object::{Addr, Route, Via};
     use neli::consts::nl::NlmF;
 
     use super::*;
@@ -318,7 +336,8 @@ mod tests {
     fn observer(index: Option<u32>, selectors: Selectors) -> Observer {
         let chosen = ExternalInterface::new(up0(), 1500, Dual::default());
         let socket = Socket::open().unwrap();
-        Observer { socket, chosen, selectors, families: vec![Family::V4], index }
+        let uplinks = None;
+        Observer { socket, chosen, selectors, families: vec![Family::V4], index, uplinks }
     }
 
     /// A message about a route has the format of the request for it.

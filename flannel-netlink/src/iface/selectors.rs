@@ -35,6 +35,9 @@ pub struct Selectors {
     /// ([`Hints::node_addresses`](flannel_core::subnet::Hints::node_addresses)), for
     /// [`Selectors::by_node_address`].
     pub node_addresses: Dual<IpAddr>,
+    /// The networks of pods. An address in them is not selected by
+    /// [`Selectors::iface_regex`], [`Selectors::iface_cidr`] and [`Selectors::by_node_address`].
+    pub pod_networks: Vec<Subnet>,
     /// The addresses that this host had before. If the chosen interface has one, it is preferred to
     /// other addresses that are as fit.
     pub previous: Dual<IpAddr>,

@@ -28,6 +28,7 @@ impl Chosen {
     ) -> Result<Self, Error> {
         let kernel = Arc::clone(kernel);
         let families: Vec<_> = config.networks.families().collect();
+        let selectors = Selectors { pod_networks: config.pod_networks().collect(), ..selectors };
         let chosen = blocking(move || {
             let iface = kernel.external_interface(&selectors, families)?;
             Ok::<_, Error>(Self { kernel, iface, selectors })

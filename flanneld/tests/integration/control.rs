@@ -597,7 +597,7 @@ fn sighup_applies_a_config_whose_change_was_missed() {
         daemon.wait_for_log("SIGHUP: read again result=the network config has changed");
         mtu(1200);
         // A config is refused, and then corrected.
-        write(9000);
+        write(100);
         daemon.signal(Signal::SIGHUP);
         daemon.wait_for_log("cannot be used and is ignored");
         write(1250);
@@ -671,9 +671,15 @@ fn a_config_that_this_node_cannot_use_is_refused_and_the_network_goes_on() {
             assert_eq!((metrics, trial()), (0.0, false), "a question changes nothing");
         }
         let good = place.json(&["config", "patch", r#"{"Backend":{"DirectRouting":true}}"#]);
-        let this_node = json!({ "asked": true, "obstacle": null, "not_asked": null });
+        let this_node = json!({
+            "asked": true, "obstacle": null, "not_asked": null, "warnings": [],
+        });
         assert_eq!(good["this_node"], this_node);
-        let patch = r#"{"Backend":{"DirectRouting":null,"Port":9472}}"#;
+        // One config serves nodes with other interfaces too.
+        let large = place.json(&["config", "patch", r#"{"Backend":{"MTU":9000}}"#]);
+        let warning = &large["this_node"]["warnings"][0];
+        assert_eq!((&warning["problem"], &warning["used"]), (&json!("mtu_reduced"), &json!(1500)));
+        let patch = r#"{"Backend":{"DirectRouting":null,"MTU":null,"Port":9472}}"#;
         let forced = place.json(&["config", "patch", "--force", patch]);
         assert!(forced["this_node"]["obstacle"].as_str().unwrap().contains("in use"), "{forced}");
         wait_until(|| metric("flannel_config_refused") == 1.0, || daemon.log());

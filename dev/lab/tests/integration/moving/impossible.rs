@@ -167,11 +167,11 @@ fn a_port_in_use_changes_nothing() {
 fn a_restart_keeps_the_last_network_that_worked() {
     as_root(|| {
         under_traffic(Lab::builder(), Pace::USUAL, "vxlan", |cluster, traffic| {
-            let too_large = [("Backend", json!({ "Type": "vxlan", "MTU": 9000 }))];
+            let too_small = [("Backend", json!({ "Type": "vxlan", "MTU": 100 }))];
             let no_backend_and_other_network = [("Network", json!("10.200.0.0/16"))];
             let wrong = [("SubnetLen", json!(99))];
             for (backend, fields) in [
-                ("vxlan", &too_large[..]),
+                ("vxlan", &too_small[..]),
                 ("nosuch", &no_backend_and_other_network),
                 ("vxlan", &wrong),
             ] {
