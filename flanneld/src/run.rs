@@ -32,7 +32,9 @@ use crate::control::Servers;
 use crate::error::Error;
 use crate::observe::Observer;
 use crate::store::{self, LeaseOptions, readiness};
+use claims::Claims;
 use controllers::leftovers::go_flannel::GoFlannel;
+use controllers::leftovers::old_networks::record_subnet_file;
 use network::DaemonContext;
 use own_subnets::OwnSubnets;
 use start::{Starter, StarterParts};
@@ -90,7 +92,10 @@ async fn run_networks(
 ) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(settings)?);
     let holder = state_dir::holder_id(&settings.state_dir)?;
+    let claims = Claims::default();
+    claims.claim_file(&settings.subnet_file).await?;
     clean_up(&settings.subnet_file);
+    record_subnet_file(&settings.state_dir, &settings.subnet_file);
     let go_flannel =
         GoFlannel::find(&settings.subnet_file, &settings.state_dir)?.writing_in(writes.clone());
     let identity = Identity {
@@ -114,6 +119,7 @@ async fn run_networks(
         writes,
         trials,
         own_subnets: OwnSubnets::new(settings.subnet_file.clone(), go_flannel.clone()),
+        claims,
     };
     let starter = Starter::new(settings, parts);
     tokio::select! {

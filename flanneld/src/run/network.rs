@@ -8,13 +8,11 @@ use flannel_core::kernel::Footprint;
 use flannel_core::lease::{Origin, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::LinkName;
-use flannel_core::runtime::blocking;
 use flannel_core::{Config, Lease, Network, Subnet, SubnetManager};
 use flannel_doctor::path_probe::server::ServerConfig;
 use flannel_doctor::paths::{Paths, ProbeSettings};
 use flannel_route::admission::Handshakes;
 use flannel_route::moving::Tunnels;
-use flannel_subnet::subnet_file;
 use tokio::sync::watch;
 
 use super::backends::{ActiveBackend, ActiveBackends, BackendRecord};
@@ -134,7 +132,7 @@ async fn run_until_next(
     let state_dir = &daemon.settings.state_dir;
     let old_networks =
         OldNetworks::record(state_dir, &network.config, daemon.starter.writes.clone()).await;
-    let former = network.former_networks(&old_networks).await;
+    let former = old_networks.former().to_vec();
     let mut services = network.services(parts, former);
     let mut triggers = network.triggers(refused, old_networks);
     let ended = tokio::select! {
@@ -229,14 +227,6 @@ impl RunningNetwork<'_> {
         SubnetFile { network: self }
     }
 
-    /// The pod networks that this host had earlier: of the record, and of the subnet file that Go
-    /// flannel or a daemon without its record left.
-    async fn former_networks(&self, old: &OldNetworks) -> Vec<Subnet> {
-        let path = self.settings.subnet_file.clone();
-        let read = move || subnet_file::read(&path).map(|env| env.networks).unwrap_or_default();
-        old.former().iter().copied().chain(blocking(read).await).collect()
-    }
-
     /// Checks that a network can be built from the config of the store, or from the one in use.
     ///
     /// # Errors
@@ -252,7 +242,7 @@ impl RunningNetwork<'_> {
     /// # Errors
     /// The store does not answer, or no network can be built.
     async fn validate_next(&self, config: &Config) -> Result<(), Error> {
-        let tried = self.starter.try_out(&self.validator, config, Purpose::Use).await;
+        let tried = self.starter.try_out(&self.validator, config, Purpose::Use).await.map(drop);
         let refused = match &tried {
             Err(error) if error.is_of_store() => return tried,
             Err(error) => Some(Refused { config: config.clone(), reason: error.to_string() }),

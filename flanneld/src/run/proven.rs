@@ -70,9 +70,11 @@ impl Proven {
         self.config().clone()
     }
 
-    /// Whether this is the config.
+    /// Whether this is the config. Exclusions from masquerading are not compared, because they
+    /// change while a network runs.
     pub(super) fn is(&self, config: &Config) -> bool {
-        self.config().as_ref() == Some(config)
+        let same = |proven: &Config| Config { masquerade_exclude: Vec::new(), ..proven.clone() };
+        self.config().as_ref().map(same) == Some(same(config))
     }
 
     /// Records that the devices of a network with this config are in the kernel. Repeats that until

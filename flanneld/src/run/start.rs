@@ -76,6 +76,7 @@ pub(super) struct StarterParts {
     pub(super) writes: BlockingQueue,
     pub(super) trials: DeviceTrials,
     pub(super) own_subnets: OwnSubnets,
+    pub(super) claims: Claims,
 }
 
 /// The values that the last network was built from.
@@ -106,7 +107,8 @@ struct JoinPlan {
 
 impl<'a> Starter<'a> {
     pub(super) fn new(settings: &'a DaemonConfig, parts: StarterParts) -> Self {
-        let StarterParts { kernel, subnets, machine_id, writes, trials, own_subnets } = parts;
+        let StarterParts { kernel, subnets, machine_id, writes, trials, own_subnets, claims } =
+            parts;
         let record = BackendRecord::open(&settings.state_dir).writing_in(writes.clone());
         let proven = Proven::open(&settings.state_dir, &subnets.store_status().store)
             .writing_in(writes.clone());
@@ -124,7 +126,7 @@ impl<'a> Starter<'a> {
             writes,
             trials,
             own_subnets,
-            claims: Claims::default(),
+            claims,
         }
     }
 
@@ -183,7 +185,6 @@ impl<'a> Starter<'a> {
     /// # Errors
     /// The store does not answer, or no network can be built from its values.
     async fn start(&self, observer: &Observer) -> Result<Ready, Error> {
-        self.claims.claim_file(&self.settings.subnet_file).await?;
         let StoreValues { config, cached, hints, views } = self.read(observer).await?;
         let used = self.last.as_ref().map(|last| last.iface.clone());
         let validator =

@@ -43,12 +43,13 @@ impl LeftoverController<'_> {
             record: &network.record,
         };
         let go_flannel = network.go_flannel;
+        let own = network.handle.lease.subnets;
         tokio::select! {
             never = self.old_networks.clear(kernel(), footprint(), status()) => match never {},
             never = old_records.clear(kernel(), status()) => match never {},
             never = old_devices.clear(kernel(), status()) => match never {},
             never = go_flannel.clear(
-                network.uplink.kernel.clone(), footprint(), &network.config, status(),
+                network.uplink.kernel.clone(), footprint(), &own, status(),
             ) => match never {},
         }
     }

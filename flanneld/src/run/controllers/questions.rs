@@ -17,9 +17,10 @@ impl QuestionController<'_> {
     pub(crate) async fn run(self) -> Ended {
         let network = self.network;
         let ask = async |to: &Config| {
-            network.starter.try_out(&network.validator, to, Purpose::Question).await?;
-            let datapath = network.backends.target.datapath(to)?;
-            Ok(reduced_mtu(&datapath, &network.uplink.iface).into_iter().collect())
+            let purpose = Purpose::Question;
+            let iface = network.starter.try_out(&network.validator, to, purpose).await?;
+            let datapath = network.settings.backends.datapath(to);
+            Ok(reduced_mtu(&datapath, &iface).into_iter().collect())
         };
         match network.observer.answer_trials(ask).await {}
     }

@@ -219,12 +219,13 @@ impl Starter<'_> {
         validator: &ConfigValidator,
         config: &Config,
         purpose: Purpose,
-    ) -> Result<(), Error> {
+    ) -> Result<ExternalInterface, Error> {
         if let Some(reason) = self.refusals.waits(config) {
             return Err(Error::DevicesFailed(reason));
         }
         let uplink = validator.validate(config, self.last_config()).await?;
-        self.try_devices(config, &uplink.iface, purpose).await
+        self.try_devices(config, &uplink.iface, purpose).await?;
+        Ok(uplink.iface)
     }
 }
 

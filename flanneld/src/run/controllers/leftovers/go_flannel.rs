@@ -17,7 +17,7 @@ use flannel_core::kernel::{Footprint, GoRouteKernel};
 use flannel_core::object::Key;
 use flannel_core::runtime::blocking;
 use flannel_core::status::Status;
-use flannel_core::{Config, Subnet};
+use flannel_core::{Subnet, Subnets};
 use flannel_options::state_dir::{self, is_newer};
 use flannel_route::remove_go_routes;
 use tokio::sync::watch;
@@ -108,10 +108,11 @@ impl GoFlannel {
         &self,
         kernel: Arc<dyn GoRouteKernel>,
         footprint: Footprint,
-        config: &Config,
+        own: &Subnets,
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
-        let lens = config.networks.map(|_, network| network.subnet_len);
+        // The subnets of all nodes have one length.
+        let lens = Dual::from_fn(|family| own.family(family).map(|subnet| subnet.len()));
         let settled = async { status.wait_for(is_settled).await.map(|status| Arc::clone(&status)) };
         if self.left_routes()
             && let Ok(status) = settled.await
@@ -164,6 +165,7 @@ fn identity(path: &Path) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::Config;
     use flannel_core::kernel::GO_ROUTE_PROTOCOL;
     use flannel_core::object::{Route, Via};
     use flannel_core::testing::FakeKernel;
@@ -211,6 +213,7 @@ mod tests {
             Config::parse(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#).unwrap();
         let eth0 = "eth0".parse().unwrap();
         let networks = config.pod_networks().collect();
+        let own: Subnets = "10.1.7.0-24".parse().unwrap();
         let routes_on = [eth0].into();
         let footprint = Footprint { networks, routes_on, ..Footprint::default() };
         let kernel = FakeKernel::with_uplink("eth0");
@@ -226,7 +229,7 @@ mod tests {
             let there = || !kernel.dump().is_empty();
             {
                 let clear =
-                    go_flannel.clear(Arc::new(kernel.clone()), footprint.clone(), &config, status);
+                    go_flannel.clear(Arc::new(kernel.clone()), footprint.clone(), &own, status);
                 let mut clear = std::pin::pin!(clear);
                 let quiet = async { tokio::task::yield_now().await };
                 tokio::select! { biased; _ = &mut clear => unreachable!(), () = quiet => {} }

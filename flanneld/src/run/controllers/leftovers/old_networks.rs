@@ -15,6 +15,7 @@ use flannel_core::status::Status;
 use flannel_core::{Config, Kernel, Subnet};
 use flannel_options::state_dir;
 use flannel_route::remove_former;
+use flannel_subnet::subnet_file;
 use tokio::sync::watch;
 
 use super::{is_settled, log_removal};
@@ -28,6 +29,23 @@ pub(crate) struct OldNetworks {
     former: Vec<Subnet>,
     current: Vec<Subnet>,
     writes: BlockingQueue,
+}
+
+/// Adds the networks of the subnet file to the record. Go flannel, or a daemon without its record,
+/// left the file. It is removed if its networks are no longer the right ones.
+pub(crate) fn record_subnet_file(state_dir: &Path, subnet_file: &Path) {
+    let record = state_dir::networks(state_dir);
+    let mut networks = state_dir::read_networks(&record);
+    let of_file = subnet_file::read(subnet_file).map(|env| env.networks).unwrap_or_default();
+    let known = networks.len();
+    for network in of_file {
+        if !networks.contains(&network) {
+            networks.push(network);
+        }
+    }
+    if networks.len() > known {
+        state_dir::write_networks(&record, &networks);
+    }
 }
 
 impl OldNetworks {
