@@ -18,7 +18,7 @@ pub struct Options {
     /// `Port`: the UDP port of all nodes. The default is 8472, and 0 stands for it.
     pub port: u16,
     /// `MTU`: the MTU of the underlay, in bytes. `None` (0 in the config) stands for the MTU of
-    /// the external interface, which is also the largest value.
+    /// the external interface. A node whose interface carries less uses that.
     pub mtu: Option<u32>,
     /// `GBP`: whether packets carry their Group Based Policy. Off by default.
     pub gbp: bool,
@@ -48,7 +48,7 @@ impl Options {
             return Err(fields.error(vni, &id, vni_range));
         }
         let port: Option<u16> = fields.take(port, "a UDP port, 0 for 8472")?;
-        let mtu_range = "the underlay's MTU in bytes, at most the interface's, 0 for that";
+        let mtu_range = "the underlay's MTU in bytes, 0 for the interface's";
         let mtu: Option<u16> = fields.take(mtu, mtu_range)?;
         Ok(Self {
             vni: id,

@@ -22,7 +22,7 @@ pub struct Options {
     /// 51821, and 0 stands for it.
     pub port_v6: u16,
     /// `MTU`: the MTU of the underlay, in bytes. `None` (0 in the config) stands for the MTU of
-    /// the external interface, which is also the largest value.
+    /// the external interface. A node whose interface carries less uses that.
     pub mtu: Option<u32>,
     /// `PSK`, `PSKFile`: a key that all nodes share, besides their own keys, or `None`.
     pub psk: Option<Psk>,
@@ -84,7 +84,7 @@ impl Options {
             let port: Option<u16> = fields.take(name, &format!("a UDP port, 0 for {default}"))?;
             Ok(port.filter(|port| *port != 0).unwrap_or(default))
         };
-        let mtu_range = "the underlay's MTU in bytes, at most the interface's, 0 for that";
+        let mtu_range = "the underlay's MTU in bytes, 0 for the interface's";
         let mtu: Option<u16> = fields.take(mtu, mtu_range)?;
         let seconds = "seconds as a number from 0 (never) to 65535";
         Ok(Self {
