@@ -18,11 +18,14 @@ const SEQUENCE: u8 = 0x30;
 const VERSION: u8 = 0xa0;
 const EXTENSIONS: u8 = 0xa3;
 
-/// `id-ce-basicConstraints`, `id-ce-extKeyUsage` and its purposes.
+/// `id-ce-keyUsage`, `id-ce-basicConstraints`, `id-ce-extKeyUsage` and its purposes.
+const KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x0f];
 const BASIC_CONSTRAINTS: &[u8] = &[0x55, 0x1d, 0x13];
 const EXTENDED_KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x25];
 const ANY_PURPOSE: &[u8] = &[0x55, 0x1d, 0x25, 0x00];
 const SERVER_AUTH: &[u8] = &[0x2b, 0x06, 0x01, 0x05, 0x05, 0x07, 0x03, 0x01];
+/// The bit `keyCertSign` in the first byte of `keyUsage`.
+const KEY_CERT_SIGN: u8 = 0x04;
 
 /// What a certificate says about itself. Nothing is verified.
 #[derive(Debug, PartialEq, Eq)]
@@ -36,10 +39,16 @@ pub(crate) struct Certificate<'a> {
     pub(crate) signed: &'a [u8],
     /// The name of the issuer, the algorithm of its signature, and the signature.
     pub(crate) issuer: &'a [u8],
+    /// The name of the owner.
+    pub(crate) subject: &'a [u8],
     pub(crate) signature_algorithm: &'a [u8],
     pub(crate) signature: &'a [u8],
-    /// It may sign certificates: `CA:TRUE`.
+    /// It is a CA: `CA:TRUE`.
     pub(crate) is_ca: bool,
+    /// The largest number of intermediates below it, or `None` if there is no limit.
+    pub(crate) path_length: Option<usize>,
+    /// Its key may sign certificates: it names this usage, or none at all.
+    pub(crate) key_may_sign: bool,
     /// It may be used by a server: it names this purpose, any purpose, or none at all.
     pub(crate) is_for_servers: bool,
 }
@@ -54,7 +63,10 @@ impl<'a> Certificate<'a> {
         let signature_algorithm = certificate.take(SEQUENCE)?;
         let signature = certificate.take_bits()?;
         let version = match fields.take(VERSION) {
-            Some(version) => *Reader(version).take(INTEGER)?.last()? + 1,
+            Some(version) => match Reader(version).take(INTEGER)? {
+                [coded @ 0..=2] => coded + 1,
+                _ => return None,
+            },
             None => 1,
         };
         fields.take(INTEGER)?; // the serial number
@@ -62,7 +74,7 @@ impl<'a> Certificate<'a> {
         let issuer = fields.take(SEQUENCE)?;
         let mut validity = Reader(fields.take(SEQUENCE)?);
         let (not_before, not_after) = (validity.time()?, validity.time()?);
-        fields.take(SEQUENCE)?; // the subject
+        let subject = fields.take(SEQUENCE)?;
         let key = PublicKey::of_content(fields.take(SEQUENCE)?)?;
         let mut read = Self {
             version,
@@ -71,9 +83,12 @@ impl<'a> Certificate<'a> {
             key,
             signed,
             issuer,
+            subject,
             signature_algorithm,
             signature,
             is_ca: false,
+            path_length: None,
+            key_may_sign: true,
             is_for_servers: true,
         };
         while let Some(field) = fields.any() {
@@ -84,6 +99,13 @@ impl<'a> Certificate<'a> {
         Some(read)
     }
 
+    /// Whether it may sign certificates of servers.
+    ///
+    /// **Source**: Go `x509.Certificate.CheckSignatureFrom`, `checkChainForKeyUsage`.
+    pub(crate) fn may_sign(&self) -> bool {
+        (self.version < 3 || self.is_ca) && self.key_may_sign && self.is_for_servers
+    }
+
     fn add_extensions(&mut self, mut extensions: Reader<'a>) -> Option<()> {
         while let Some(extension) = extensions.take(SEQUENCE) {
             let mut extension = Reader(extension);
@@ -91,8 +113,18 @@ impl<'a> Certificate<'a> {
             let _critical = extension.take(BOOLEAN);
             let mut value = Reader(extension.take(OCTET_STRING)?);
             if id == BASIC_CONSTRAINTS {
-                let is_ca = Reader(value.take(SEQUENCE)?).take(BOOLEAN);
-                self.is_ca = is_ca.is_some_and(|is_ca| is_ca != [0]);
+                let mut value = Reader(value.take(SEQUENCE)?);
+                self.is_ca = value.take(BOOLEAN).is_some_and(|is_ca| is_ca != [0]);
+                // A length of more than one byte limits nothing.
+                self.path_length = value.take(INTEGER).and_then(|length| match length {
+                    [length] => Some(usize::from(*length)),
+                    _ => None,
+                });
+            } else if id == KEY_USAGE {
+                // As in Go, a usage without a bit limits nothing.
+                let (_unused, bits) = value.take(BIT_STRING)?.split_first()?;
+                self.key_may_sign = bits.iter().all(|byte| *byte == 0)
+                    || bits.first().is_some_and(|bits| bits & KEY_CERT_SIGN != 0);
             } else if id == EXTENDED_KEY_USAGE {
                 let mut value = Reader(value.take(SEQUENCE)?);
                 let mut purposes = std::iter::from_fn(|| value.take(OID));
@@ -274,6 +306,12 @@ mod tests {
             assert_eq!(seconds(read.not_after), 2_524_608_000);
             assert_eq!(read.key.bits, key.public_key_raw());
             assert!(!read.key.is_small_rsa());
+            let version = der.windows(5).position(|bytes| bytes == [VERSION, 3, INTEGER, 1, 2]);
+            let mut of_no_version = der.clone();
+            for byte in [3, 0xff] {
+                of_no_version[version.unwrap() + 4] = byte;
+                assert_eq!(Certificate::read(&of_no_version), None, "{byte}");
+            }
             for cut in 0..der.len() {
                 assert_eq!(Certificate::read(&der[..cut]), None, "{cut}");
             }

@@ -9,6 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use rustls::ClientConfig;
+use rustls::client::Resumption;
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -106,10 +107,13 @@ pub fn client_config(trust: Trust, identity: Option<&Identity>) -> Result<Client
         .map_err(|error| Error::Setup(error.to_string()))?
         .dangerous()
         .with_custom_certificate_verifier(verifier);
-    Ok(match identity {
+    let mut config = match identity {
         Some(identity) => builder.with_client_cert_resolver(identity.resolver()),
         None => builder.with_no_client_auth(),
-    })
+    };
+    // A resumed session would not verify the certificate again, which may have expired.
+    config.resumption = Resumption::disabled();
+    Ok(config)
 }
 
 /// All certificates of a PEM text, at least one.

@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use rustls::pki_types::CertificateDer;
+use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::{AlertDescription, CertificateError, Error, OtherError};
 
 use crate::KEYS;
@@ -142,7 +142,10 @@ fn of_server(error: &CertificateError) -> String {
         }
         CertificateError::Other(other) => match other.0.downcast_ref::<Unusable>() {
             Some(unusable) => return unusable.to_string(),
-            None => "its certificate is not accepted",
+            None => match other.0.downcast_ref::<Unsuitable>() {
+                Some(unsuitable) => return unsuitable.to_string(),
+                None => "its certificate is not accepted",
+            },
         },
         _ => "its certificate is not accepted",
     }
@@ -178,7 +181,12 @@ impl Unusable {
         let is_small = |read: &Certificate<'_>| read.key.is_small_rsa();
         let unusable = match (reason, &read) {
             (CertificateError::Other(_), Some(read)) if read.version < 3 => Self::Version1,
-            (CertificateError::Other(_), Some(read)) if read.is_ca => Self::Authority,
+            // Without a root that may sign, `webpki` does not run.
+            (CertificateError::Other(_) | CertificateError::UnknownIssuer, Some(read))
+                if read.is_ca =>
+            {
+                Self::Authority
+            }
             (CertificateError::BadSignature, read)
                 if read.as_ref().is_some_and(is_small)
                     || trusted
@@ -190,6 +198,74 @@ impl Unusable {
             _ => return error,
         };
         CertificateError::Other(OtherError(Arc::new(unusable))).into()
+    }
+}
+
+/// Why the CA file has the CA of a server's certificate, and that CA does not count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Unsuitable {
+    #[error(
+        "the certificate of its CA in the CA file has expired, or the clock of this node is wrong"
+    )]
+    Expired,
+    #[error(
+        "the certificate of its CA in the CA file is not valid yet, or the clock of this node is \
+         wrong"
+    )]
+    NotValidYet,
+    #[error(
+        "the certificate of its CA in the CA file may not sign others: expected keyCertSign in its \
+         keyUsage"
+    )]
+    KeyUsage,
+    #[error(
+        "the certificate of its CA in the CA file is not for servers: expected serverAuth in its \
+         extendedKeyUsage, or none"
+    )]
+    Purpose,
+    #[error(
+        "the certificate of its CA in the CA file allows at most {most} intermediates (pathlen)"
+    )]
+    PathLength { most: usize },
+}
+
+impl Unsuitable {
+    /// The error with the reason why the trusted certificate that has the name of an issuer does
+    /// not count. `None` if there is no such certificate, or if `error` says what is wrong.
+    pub(crate) fn find(
+        error: &Error,
+        presented: &[&CertificateDer<'_>],
+        trusted: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Option<Error> {
+        let Error::InvalidCertificate(CertificateError::UnknownIssuer | CertificateError::Other(_)) =
+            error
+        else {
+            return None;
+        };
+        let issuers: Vec<_> =
+            presented.iter().filter_map(|der| Some(Certificate::read(der)?.issuer)).collect();
+        let unsuitable = trusted
+            .iter()
+            .filter_map(|der| Certificate::read(der))
+            .filter(|root| (root.version < 3 || root.is_ca) && issuers.contains(&root.subject))
+            .find_map(|root| Self::of(&root, presented.len() - 1, now))?;
+        Some(CertificateError::Other(OtherError(Arc::new(unsuitable))).into())
+    }
+
+    fn of(root: &Certificate<'_>, intermediates: usize, now: UnixTime) -> Option<Self> {
+        if now > root.not_after {
+            Some(Self::Expired)
+        } else if now < root.not_before {
+            Some(Self::NotValidYet)
+        } else if !root.key_may_sign {
+            Some(Self::KeyUsage)
+        } else if !root.is_for_servers {
+            Some(Self::Purpose)
+        } else {
+            let most = root.path_length.filter(|most| *most < intermediates)?;
+            Some(Self::PathLength { most })
+        }
     }
 }
 

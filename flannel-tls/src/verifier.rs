@@ -1,5 +1,6 @@
 //! Which servers are trusted.
 
+use std::iter;
 use std::sync::Arc;
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -7,14 +8,16 @@ use rustls::client::{WebPkiServerVerifier, verify_server_name};
 use rustls::crypto::{
     CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
 };
-use rustls::pki_types::{CertificateDer, ServerName, SignatureVerificationAlgorithm, UnixTime};
+use rustls::pki_types::{
+    CertificateDer, ServerName, SignatureVerificationAlgorithm, TrustAnchor, UnixTime,
+};
 use rustls::server::ParsedCertificate;
 use rustls::{
     CertificateError, DigitallySignedStruct, ExtendedKeyPurpose, RootCertStore, SignatureScheme,
 };
 
 use crate::certificate::{Certificate, PublicKey};
-use crate::refusal::Unusable;
+use crate::refusal::{Unsuitable, Unusable};
 use crate::{Error, Pem, certificates};
 
 /// The servers that a client accepts.
@@ -66,21 +69,42 @@ pub(crate) fn verifier(
             certificates.into_iter().map(CertificateDer::from).collect()
         }
     };
-    let mut roots = RootCertStore::empty();
-    // The certificate of a server is trusted for this server only.
-    let may_sign = |certificate: &&CertificateDer<'_>| {
-        Certificate::read(certificate).is_some_and(|read| read.version < 3 || read.is_ca)
-    };
-    roots.add_parsable_certificates(trusted.iter().filter(may_sign).cloned());
-    let roots = Arc::new(roots);
-    let chains = if roots.is_empty() {
-        None
-    } else {
-        let builder =
-            WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(provider));
-        Some(builder.build().map_err(|error| Error::Setup(error.to_string()))?)
-    };
-    Ok(Arc::new(Verifier { trusted, roots, chains, algorithms }))
+    let roots = trusted.iter().filter_map(Root::of).collect();
+    Ok(Arc::new(Verifier { trusted, roots, provider: Arc::clone(provider), algorithms }))
+}
+
+/// A trusted certificate that can sign others, in its period.
+#[derive(Debug)]
+struct Root {
+    anchor: TrustAnchor<'static>,
+    not_before: UnixTime,
+    not_after: UnixTime,
+    /// The largest number of intermediates, or `None` if there is no limit.
+    path_length: Option<usize>,
+}
+
+impl Root {
+    /// `None` if it cannot sign others. The certificate of a server is trusted for this server
+    /// only.
+    fn of(certificate: &CertificateDer<'static>) -> Option<Self> {
+        let read = Certificate::read(certificate).filter(Certificate::may_sign)?;
+        let mut store = RootCertStore::empty();
+        store.add(certificate.clone()).ok()?;
+        Some(Self {
+            anchor: store.roots.pop()?,
+            not_before: read.not_before,
+            not_after: read.not_after,
+            path_length: read.path_length,
+        })
+    }
+
+    fn is_valid(&self, now: UnixTime) -> bool {
+        (self.not_before..=self.not_after).contains(&now)
+    }
+
+    fn allows(&self, intermediates: usize) -> bool {
+        self.path_length.is_none_or(|most| intermediates <= most)
+    }
 }
 
 /// Accepts certificates that are trusted themselves, and chains to those.
@@ -90,9 +114,8 @@ pub(crate) fn verifier(
 struct Verifier {
     trusted: Vec<CertificateDer<'static>>,
     /// Those that can sign others.
-    roots: Arc<RootCertStore>,
-    /// `None` if no trusted certificate can sign others.
-    chains: Option<Arc<WebPkiServerVerifier>>,
+    roots: Vec<Root>,
+    provider: Arc<CryptoProvider>,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
@@ -107,22 +130,24 @@ impl ServerCertVerifier for Verifier {
     ) -> Result<ServerCertVerified, rustls::Error> {
         let verified = if self.trusted.contains(end_entity) {
             verify_itself(end_entity, server_name, now)
-        } else if let Some(chains) = &self.chains {
-            chains.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
         } else {
-            Err(CertificateError::UnknownIssuer.into())
+            self.verify_chain(end_entity, intermediates, server_name, ocsp_response, now)
         };
         verified
             .or_else(|error| match &error {
                 // Go does not mind whether a server's certificate is a CA, and takes any purpose.
                 rustls::Error::InvalidCertificate(
                     CertificateError::Other(_) | CertificateError::InvalidPurposeContext { .. },
-                ) if self.is_issued_directly(end_entity) => {
+                ) if self.is_issued_directly(end_entity, now) => {
                     verify_itself(end_entity, server_name, now)
                 }
                 _ => Err(error),
             })
-            .map_err(|error| Unusable::explain(error, end_entity, &self.trusted))
+            .map_err(|error| {
+                let presented: Vec<_> = iter::once(end_entity).chain(intermediates).collect();
+                Unsuitable::find(&error, &presented, &self.trusted, now)
+                    .unwrap_or_else(|| Unusable::explain(error, end_entity, &self.trusted))
+            })
     }
 
     fn verify_tls12_signature(
@@ -151,9 +176,54 @@ impl ServerCertVerifier for Verifier {
 }
 
 impl Verifier {
+    /// Verifies a chain to a root that is valid now. `webpki` does not verify the period and the
+    /// length of the path of a root, and no usage of keys.
+    fn verify_chain(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        // Servers may send their root too, which is no intermediate.
+        let signs = |der: &&CertificateDer<'_>| {
+            Certificate::read(der).is_some_and(|read| read.key_may_sign)
+                && !self.trusted.contains(der)
+        };
+        let intermediates: Vec<_> = intermediates.iter().filter(signs).cloned().collect();
+        // A root with a limit can only have the first ones below it.
+        let mut lengths: Vec<_> = self.roots.iter().filter_map(|root| root.path_length).collect();
+        lengths.retain(|length| *length < intermediates.len());
+        lengths.push(intermediates.len());
+        lengths.sort_unstable();
+        lengths.dedup();
+        let mut outcome = Err(CertificateError::UnknownIssuer.into());
+        for length in lengths.into_iter().rev() {
+            let fits = |root: &&Root| root.is_valid(now) && root.allows(length);
+            let roots: RootCertStore =
+                self.roots.iter().filter(fits).map(|root| root.anchor.clone()).collect();
+            if roots.is_empty() {
+                continue;
+            }
+            let chains = WebPkiServerVerifier::builder_with_provider(
+                Arc::new(roots),
+                Arc::clone(&self.provider),
+            )
+            .build()
+            .map_err(|error| rustls::Error::General(error.to_string()))?;
+            let below = &intermediates[..length];
+            outcome = chains.verify_server_cert(end_entity, below, server_name, ocsp_response, now);
+            if !is_of_unknown_issuer(&outcome) {
+                break;
+            }
+        }
+        outcome
+    }
+
     /// Whether a trusted CA has signed this certificate, without an intermediate. Constraints of
     /// names are not verified, so such a CA does not count.
-    fn is_issued_directly(&self, certificate: &CertificateDer<'_>) -> bool {
+    fn is_issued_directly(&self, certificate: &CertificateDer<'_>, now: UnixTime) -> bool {
         let Some(read) = Certificate::read(certificate) else { return false };
         let has_signed = |key: PublicKey<'_>| {
             let fits = |algorithm: &&&dyn SignatureVerificationAlgorithm| {
@@ -165,12 +235,18 @@ impl Verifier {
             };
             self.algorithms.all.iter().filter(fits).any(verifies)
         };
-        self.roots.roots.iter().any(|root| {
+        let valid = self.roots.iter().filter(|root| root.is_valid(now));
+        valid.map(|root| &root.anchor).any(|root| {
             root.name_constraints.is_none()
                 && root.subject.as_ref() == read.issuer
                 && PublicKey::of_content(&root.subject_public_key_info).is_some_and(has_signed)
         })
     }
+}
+
+fn is_of_unknown_issuer(outcome: &Result<ServerCertVerified, rustls::Error>) -> bool {
+    let unknown = rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer);
+    outcome.as_ref().is_err_and(|error| *error == unknown)
 }
 
 /// Verifies a certificate that is trusted, or issued by a trusted CA: its period, its purpose and

@@ -166,6 +166,74 @@ fn a_certificate_in_the_ca_file_is_verified() {
 }
 
 #[test]
+fn a_ca_in_the_ca_file_is_verified() {
+    let mut expired = ca();
+    expired.not_after = date_time_ymd(2001, 1, 1);
+    let mut early = ca();
+    early.not_before = date_time_ymd(2099, 1, 1);
+    let mut not_of_certificates = ca();
+    not_of_certificates.key_usages = vec![KeyUsagePurpose::CrlSign];
+    let mut of_clients = ca();
+    of_clients.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    for (params, says) in [
+        (expired, "its CA in the CA file has expired, or the clock"),
+        (early, "its CA in the CA file is not valid yet, or the clock"),
+        (not_of_certificates, "expected keyCertSign in its keyUsage"),
+        (of_clients, "expected serverAuth in its extendedKeyUsage, or none"),
+    ] {
+        let root = certify(params, None);
+        let mut of_ca = ca();
+        of_ca.subject_alt_names = self::params(&NAMES).subject_alt_names;
+        for params in [self::params(&NAMES), of_ca] {
+            let server = certify(params, Some(&root));
+            let refused = handshake(&server, &server.pem, trust(&root.pem), NAMES[0]).unwrap_err();
+            assert!(refused.to_string().contains(says), "{says}: {refused}");
+            // Others in the file count.
+            let other = certify(ca(), None);
+            let server = certify(self::params(&NAMES), Some(&other));
+            let both = format!("{}{}", root.pem, other.pem);
+            assert_eq!(handshake(&server, &server.pem, trust(&both), NAMES[0]), Ok(()));
+        }
+    }
+}
+
+#[test]
+fn a_chain_has_only_intermediates_that_its_root_allows() {
+    let mut short = ca();
+    short.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    let short = certify(short, None);
+    let root = certify(ca(), None);
+    let mut not_of_certificates = ca();
+    not_of_certificates.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    for (params, root, says) in [
+        (ca(), &short, Some("allows at most 0 intermediates")),
+        (ca(), &root, None),
+        (not_of_certificates, &root, Some("a CA that this node does not trust")),
+    ] {
+        let intermediate = certify(params, Some(root));
+        let server = certify(self::params(&NAMES), Some(&intermediate));
+        let chain = format!("{}{}", server.pem, intermediate.pem);
+        let refused = handshake(&server, &chain, trust(&root.pem), NAMES[0]).err();
+        let text = refused.map(|refused| refused.to_string());
+        let fits = |says: &str| text.as_ref().is_some_and(|text| text.contains(says));
+        assert!(says.map_or_else(|| text.is_none(), fits), "{says:?}: {text:?}");
+    }
+    // Superfluous certificates, such as the root, do not count.
+    let server = certify(params(&NAMES), Some(&short));
+    for more in [&short, &certify(ca(), Some(&root))] {
+        let chain = format!("{}{}", server.pem, more.pem);
+        assert_eq!(handshake(&server, &chain, trust(&short.pem), NAMES[0]), Ok(()));
+    }
+}
+
+#[test]
+fn a_session_is_not_resumed() {
+    let config = client_config(Trust::Anyone, None).unwrap();
+    let disabled = rustls::client::Resumption::disabled();
+    assert_eq!(format!("{:?}", config.resumption), format!("{disabled:?}"));
+}
+
+#[test]
 fn another_certificate_is_refused_with_what_is_expected() {
     let root = certify(ca(), None);
     let leaf = certify(params(&NAMES), Some(&root));
