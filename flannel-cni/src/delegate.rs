@@ -45,6 +45,19 @@ impl Delegate {
     /// The plugin's own error. [`Code::IO`] if it cannot run, and [`Code::INTERNAL`] if it fails
     /// without an error object.
     pub(crate) fn run(&self, command: Command, call: &Call, conf: &[u8]) -> Result<Vec<u8>> {
+        self.ask(command, call, conf).map(Option::unwrap_or_default)
+    }
+
+    /// Like [`Self::run`], but returns `None` if the plugin is too old to know STATUS or GC.
+    ///
+    /// # Errors
+    /// Those of [`Self::run`].
+    pub(crate) fn ask(
+        &self,
+        command: Command,
+        call: &Call,
+        conf: &[u8],
+    ) -> Result<Option<Vec<u8>>> {
         let output = self.output(command, call, conf).map_err(|error| {
             Error::new(
                 Code::IO,
@@ -54,13 +67,13 @@ impl Delegate {
         // A closed stderr is not an error of the call.
         let _ = io::stderr().write_all(&output.stderr);
         if output.status.success() {
-            return Ok(output.stdout);
+            return Ok(Some(output.stdout));
         }
         match Error::from_json(&output.stdout) {
             Some(error) => {
                 let is_optional = matches!(command, Command::Status | Command::Gc);
                 if is_optional && error.msg.starts_with("unknown CNI_COMMAND") {
-                    return Ok(Vec::new());
+                    return Ok(None);
                 }
                 Err(error)
             }

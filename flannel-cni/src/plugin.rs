@@ -113,11 +113,13 @@ fn without_reused_netns(call: &Call) -> Call {
 /// directory.
 fn del_without_saved(call: &Call, conf: &NetConf, why: &Error) -> Result<()> {
     let call = &without_reused_netns(call);
-    let current = subnet_env::read(&conf.subnet_file).and_then(|env| DelegateConf::new(conf, &env));
+    let current = subnet_env::read(&conf.subnet_file).and_then(|env| {
+        let current = DelegateConf::new(conf, &env)?;
+        Ok((Delegate::find(current.kind(), call)?, current))
+    });
     match current {
-        Ok(current) => {
+        Ok((delegate, current)) => {
             log(&format!("{why}: ADD is undone with the current network config"));
-            let delegate = Delegate::find(current.kind(), call)?;
             delegate.run(Command::Del, call, &current.to_bytes()).map(drop)
         }
         Err(error) => {
@@ -225,12 +227,16 @@ fn status(call: &Call, conf: &NetConf) -> Result<()> {
     let env = subnet_env::read(&conf.subnet_file).map_err(not_available)?;
     let delegate_conf = DelegateConf::new(conf, &env).map_err(not_available)?;
     let delegate = Delegate::find(delegate_conf.kind(), call).map_err(not_available)?;
+    if delegate.ask(Command::Status, call, &delegate_conf.to_bytes())?.is_some() {
+        return Ok(());
+    }
+    // It is too old to know STATUS, so it may be too old for ADD.
     delegate.check_version(call, delegate_conf.version()).map_err(not_available)?;
     // The delegate reports a missing plugin for addresses.
     if let Ok(ipam) = Delegate::find(delegate_conf.ipam_kind(), call) {
         ipam.check_version(call, delegate_conf.version()).map_err(not_available)?;
     }
-    delegate.run(Command::Status, call, &delegate_conf.to_bytes()).map(drop)
+    Ok(())
 }
 
 /// Undoes the ADD of interfaces that are not valid any more, and calls the delegate's GC with the

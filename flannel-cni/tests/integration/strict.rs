@@ -436,6 +436,8 @@ fn status_reports_the_errors_that_add_would_return() {
     host.repair("STATUS");
     let error = status(&json!({ "delegate": { "type": "absent" } })).unwrap_err();
     assert!(error["code"] == 50 && error["msg"].as_str().unwrap().contains("absent"), "{error}");
+    // A plugin that knows STATUS is not asked for its versions.
+    assert!(!host.path("asked-version").exists());
     // The bridge before 1.5, and before 1.2.
     host.fail("STATUS", 4, "unknown CNI_COMMAND: STATUS");
     assert_eq!(status(&json!({})), Ok(Value::Null));
@@ -666,6 +668,11 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
     fs::rename(host.path("subnet.env"), host.path("env")).unwrap();
     assert_eq!(answer(&host.output("DEL", ETH0, &whole, &[])), Ok(Value::Null));
     fs::rename(host.path("env"), host.path("subnet.env")).unwrap();
+    fs::rename(host.path("bin/bridge"), host.path("bridge")).unwrap();
+    let output = host.output("DEL", ETH0, &whole, &[]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("ADD is not undone"), "{output:?}");
+    assert_eq!(answer(&output), Ok(Value::Null));
+    fs::rename(host.path("bridge"), host.path("bin/bridge")).unwrap();
     assert_eq!(fs::read_to_string(&saved).unwrap(), DELEGATE);
     fs::remove_dir_all(host.path("state")).unwrap();
     let own = Attach::new("c1", "eth0", Path::new("/proc/self/ns/net"));

@@ -22,6 +22,7 @@ hasnt() {
 
 conf=$(cat)
 if [ "$CNI_COMMAND" = VERSION ]; then
+    : >"$here/asked-version"
     all='"0.3.1","0.4.0","1.0.0","1.1.0"'
     printf '{"cniVersion":"1.0.0","supportedVersions":[%s]}\n' "${STRICT_VERSIONS:-$all}"
     exit
