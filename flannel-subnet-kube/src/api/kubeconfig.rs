@@ -64,18 +64,27 @@ fn read(path: &Path) -> Result<Kubeconfig, KubeconfigError> {
 }
 
 pub(super) async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
-    let kubeconfig = read(path).map_err(|error| chain(&error))?;
-    // Looked up here, because `Config` also uses the proxies of the environment.
+    let mut kubeconfig = read(path).map_err(|error| chain(&error))?;
     let context = kubeconfig
         .contexts
         .iter()
         .find(|named| Some(&named.name) == kubeconfig.current_context.as_ref());
     let cluster_name = context.and_then(|named| Some(&named.context.as_ref()?.cluster));
-    let cluster = kubeconfig.clusters.iter().find(|named| Some(&named.name) == cluster_name);
-    let proxy = cluster.and_then(|named| named.cluster.as_ref()?.proxy_url.clone());
+    let cluster = kubeconfig.clusters.iter_mut().find(|named| Some(&named.name) == cluster_name);
+    let proxy = cluster.and_then(|named| {
+        let proxy = &mut named.cluster.as_mut()?.proxy_url;
+        let given = proxy.clone();
+        // Without one, `Config` would use and refuse the proxies of the environment.
+        proxy.get_or_insert_with(|| "http://localhost".to_owned());
+        given
+    });
     let mut config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
         .await
         .map_err(|error| chain(&error))?;
+    let exec = config.auth_info.exec.as_mut();
+    if let Some(cluster) = exec.and_then(|exec| exec.cluster.as_mut()) {
+        cluster.proxy_url.clone_from(&proxy);
+    }
     config.proxy_url = match proxy {
         Some(url) => Some(url.parse().map_err(|error| format!("its proxy-url: {error}"))?),
         None => None,

@@ -116,32 +116,57 @@ fn of_environment(server: &Uri, variable: impl Fn(&str) -> Option<String>) -> Op
         ["HTTP_PROXY", "http_proxy"]
     })?;
     let port = server.port_u16().unwrap_or(if is_https { 443 } else { 80 });
-    let excluded = first(["NO_PROXY", "no_proxy"])
-        .map(|list| without_ports(&list.value, port))
-        .unwrap_or_default();
-    // Any proxy shows whether the list has the server.
-    let matcher = Matcher::builder().all("http://proxy").no(excluded).build();
-    matcher.intercept(server).is_some().then_some(proxy)
+    let excluded = first(["NO_PROXY", "no_proxy"]);
+    let excludes = |list: Variable| list.value.split(',').any(|entry| matches(entry, host, port));
+    (!excluded.is_some_and(excludes)).then_some(proxy)
 }
 
-/// The list of `NO_PROXY` in the form of `hyper_util`, which knows no ports and no `*.` in it.
-fn without_ports(list: &str, port: u16) -> String {
-    let entries = list.split(',').map(str::trim).filter_map(|entry| {
-        let with_port = entry.rsplit_once(':').and_then(|(host, given)| {
-            let is_host = !host.contains(':') || host.ends_with(']');
-            let given: u16 = given.parse().ok().filter(|_| is_host)?;
-            Some((host.trim_matches(['[', ']']), given))
-        });
-        match with_port {
-            Some((host, given)) => (given == port).then_some(host),
-            None => Some(entry),
+/// Whether an entry of `NO_PROXY` has this server.
+///
+/// **Source**: Go `golang.org/x/net/http/httpproxy`.
+fn matches(entry: &str, host: &str, port: u16) -> bool {
+    let (entry, host) = (entry.trim().to_lowercase(), host.to_lowercase());
+    let address = host.parse::<IpAddr>().ok().map(|address| address.to_canonical());
+    if entry == "*" {
+        return true;
+    }
+    if let Some((net, length)) = entry.split_once('/')
+        && let (Ok(net), Ok(length)) = (net.parse(), length.parse())
+    {
+        return address.is_some_and(|address| is_in(address, net, length));
+    }
+    let with_port = entry.rsplit_once(':').filter(|(host, _)| {
+        let inner = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        inner.is_some() || !host.contains(':')
+    });
+    let (domain, given) = match with_port {
+        Some((host, port)) => (host.trim_matches(['[', ']']), port),
+        None => (&*entry, ""),
+    };
+    if domain.is_empty() || !(given.is_empty() || given == port.to_string()) {
+        return false;
+    }
+    if let Ok(of_entry) = domain.parse::<IpAddr>() {
+        return address == Some(of_entry.to_canonical());
+    }
+    let domain = if domain.starts_with("*.") { &domain[1..] } else { domain };
+    match domain.strip_prefix('.') {
+        // Hosts below the domain, without the domain.
+        Some(_) => host.ends_with(domain),
+        None => host == domain || host.ends_with(&format!(".{domain}")),
+    }
+}
+
+/// Whether a network has this address.
+fn is_in(address: IpAddr, net: IpAddr, length: u32) -> bool {
+    let (differing, bits) = match (address, net) {
+        (IpAddr::V4(address), IpAddr::V4(net)) => {
+            (u128::from(u32::from(address) ^ u32::from(net)), 32)
         }
-    });
-    let entries = entries.map(|entry| match entry.strip_prefix('*') {
-        Some(domain) if domain.starts_with('.') => domain,
-        _ => entry,
-    });
-    entries.collect::<Vec<_>>().join(",")
+        (IpAddr::V6(address), IpAddr::V6(net)) => (u128::from(address) ^ u128::from(net), 128),
+        _ => return false,
+    };
+    length <= bits && differing.checked_shr(bits - length).unwrap_or(0) == 0
 }
 
 /// A URL with its port, or else with this one.
@@ -169,6 +194,9 @@ impl Service<Uri> for Route {
     }
 
     fn call(&mut self, server: Uri) -> Self::Future {
+        // Proxies would get port 443 in each case.
+        let port = if server.scheme_str() == Some("http") { 80 } else { 443 };
+        let server = with_port(&server, port);
         let failed = |proxy: &Uri| {
             let proxy = proxy.clone();
             move |source: BoxError| Box::new(ProxyError { proxy, source }) as BoxError
@@ -223,6 +251,15 @@ mod tests {
             ("https://localhost:6443", vec![https], "direct"),
             ("https://api.example:6443", vec![https, no("example")], "direct"),
             ("https://api.example:6443", vec![https, no("*.example")], "direct"),
+            ("https://api.example:6443", vec![https, no(".example")], "direct"),
+            ("https://API.example:6443", vec![https, no("Api.Example")], "direct"),
+            ("https://example:6443", vec![https, no("*.example")], "http://proxy:3128/"),
+            ("https://example:6443", vec![https, no(".example")], "http://proxy:3128/"),
+            ("https://10.96.0.1:443", vec![https, no("*")], "direct"),
+            ("https://[fd00::1]:443", vec![https, no("*")], "direct"),
+            ("https://10.96.0.1:443", vec![https, no("10.97.0.0/16")], "http://proxy:3128/"),
+            ("https://10.96.0.1:443", vec![https, no("0.0.0.0/0")], "direct"),
+            ("https://10.96.0.1:443", vec![https, no("10.96.0.1:6443")], "http://proxy:3128/"),
             ("https://api.example:6443", vec![https, no("x, api.example:6443")], "direct"),
             ("https://api.example:6443", vec![https, no("api.example:443")], "http://proxy:3128/"),
             ("https://api.example", vec![https, no("api.example:443")], "direct"),

@@ -34,7 +34,8 @@ impl Proxy {
     async fn start(kind: Kind, server: &ApiServer) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let to = server.url().trim_start_matches("https://").to_owned();
+        let url: http::Uri = server.url().parse().unwrap();
+        let to = url.authority().unwrap().to_string();
         let asked = Arc::new(Mutex::new(Vec::new()));
         let notes = Arc::clone(&asked);
         tokio::spawn(async move {
@@ -118,6 +119,37 @@ async fn the_api_server_is_reached_through_a_proxy() {
             assert!(asked[0].contains("Proxy-Authorization: Basic dXNlcjpzZXNhbWU=\r\n"));
         }
     }
+}
+
+#[tokio::test]
+async fn the_port_of_http_is_80() {
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
+    for (kind, scheme, says) in [
+        (Kind::Http(200), "http", "CONNECT api.example:80 HTTP/1.1\r\n"),
+        (Kind::Socks, "socks5", "api.example:80"),
+    ] {
+        let proxy = Proxy::start(kind, &fixture.server).await;
+        let url = format!("{scheme}://{}", proxy.address);
+        let cluster = format!("server: \"http://{NAME}\", proxy-url: \"{url}\"");
+        let manager = fixture.with_kubeconfig(&cluster, "").await.unwrap();
+        manager.hints().await.unwrap();
+        let asked = proxy.asked();
+        assert!(asked.iter().all(|request| request.starts_with(says)), "{asked:?}");
+    }
+}
+
+/// This machine is reached directly. The test runs again, because its environment does not change.
+#[test]
+fn a_proxy_of_the_environment_that_is_not_used_may_be_wrong() {
+    let test = "plugin::a_user_may_have_a_password";
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test])
+        .env("HTTPS_PROXY", "http://[")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
 #[tokio::test]
