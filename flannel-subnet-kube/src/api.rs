@@ -10,6 +10,7 @@ pub(crate) mod pause;
 mod proxy;
 mod tls;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
@@ -109,7 +110,10 @@ pub(crate) struct Api {
     source: Source,
     current: Mutex<Current>,
     /// Held while credentials are read again, so that a plugin runs once for all requests.
-    renewing: tokio::sync::Mutex<()>,
+    /// It has the reason why the last attempt failed, or `None`.
+    renewing: tokio::sync::Mutex<Option<String>>,
+    /// The number of attempts to read credentials again that have ended.
+    renewals: AtomicU64,
     stats: Mutex<StoreStatus>,
 }
 
@@ -118,6 +122,38 @@ struct Current {
     connection: Connection,
     /// The number of connections before it.
     generation: u64,
+}
+
+/// What is read again for a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Renewal {
+    /// Everything: a plugin runs.
+    All,
+    /// The files. A plugin cannot help, so what it printed stays until it expires.
+    Files,
+}
+
+impl Renewal {
+    /// What may help after a handshake that failed.
+    fn after(cause: &Cause) -> Self {
+        match cause {
+            Cause::Tls(Refusal::Server(_) | Refusal::Handshake(_)) => Self::Files,
+            _ => Self::All,
+        }
+    }
+}
+
+/// A request without an answer.
+struct Unanswered {
+    failure: Failure,
+    /// What is read again if the failure is a refusal.
+    renewal: Renewal,
+}
+
+impl From<Failure> for Unanswered {
+    fn from(failure: Failure) -> Self {
+        Self { failure, renewal: Renewal::All }
+    }
 }
 
 impl std::fmt::Debug for Api {
@@ -136,7 +172,7 @@ impl Api {
             store: "the Kubernetes API".to_owned(),
             reason: reason.into(),
         };
-        let connection = source.connection().await.map_err(refused)?;
+        let connection = source.connection(None).await.map_err(refused)?;
         connection.warn_if_insecure();
         let url = connection.url();
         let name = format!("kube:{url}");
@@ -147,6 +183,7 @@ impl Api {
             source,
             current: Mutex::new(Current { connection, generation: 0 }),
             renewing: tokio::sync::Mutex::default(),
+            renewals: AtomicU64::new(0),
             stats: Mutex::new(stats),
         })
     }
@@ -230,7 +267,7 @@ impl Api {
     pub(crate) async fn send(&self, call: &Call) -> Result<Response<Body>, Failure> {
         let mut current = self.current();
         if current.connection.has_expired()
-            && let Err(why) = self.renew(&mut current).await
+            && let Err(why) = self.renew(&mut current, Renewal::All).await
         {
             let text = format!("the credentials have expired, and cannot be read again: {why}");
             let failure = Failure::Failed(text.into());
@@ -238,15 +275,16 @@ impl Api {
             return Err(failure);
         }
         let mut outcome = self.try_send(&current.connection, call).await;
-        if let Err(Failure::Refused(reason)) = &outcome {
-            outcome = match self.renew(&mut current).await {
+        if let Err(Unanswered { failure: Failure::Refused(reason), renewal }) = &outcome {
+            outcome = match self.renew(&mut current, *renewal).await {
                 Ok(()) => self.try_send(&current.connection, call).await,
                 Err(why) => {
                     let text = format!("{reason}; the credentials cannot be read again: {why}");
-                    Err(Failure::Refused(StoreReason::new(text, reason.failure.clone())))
+                    Err(Failure::Refused(StoreReason::new(text, reason.failure.clone())).into())
                 }
             };
         }
+        let outcome = outcome.map_err(|unanswered| unanswered.failure);
         match &outcome {
             Ok(_) => {}
             // "Too old" and "not found" are answers of the server.
@@ -260,15 +298,32 @@ impl Api {
         lock(&self.current).clone()
     }
 
-    /// Reads credentials and certificates again, unless another request has just done so.
-    async fn renew(&self, used: &mut Current) -> Result<(), String> {
-        let _renewing = self.renewing.lock().await;
+    /// Reads credentials and certificates again, unless another request has just done so. A
+    /// failure is that of all requests that waited for it.
+    async fn renew(&self, used: &mut Current, renewal: Renewal) -> Result<(), String> {
+        let known = self.renewals.load(Ordering::Acquire);
+        let mut failed = self.renewing.lock().await;
         let now = self.current();
         if now.generation != used.generation {
             *used = now;
             return Ok(());
         }
-        let connection = self.source.connection().await?;
+        if self.renewals.load(Ordering::Acquire) != known
+            && let Some(why) = &*failed
+        {
+            return Err(why.clone());
+        }
+        let printed = match renewal {
+            Renewal::All => None,
+            Renewal::Files => used.connection.printed(),
+        };
+        let outcome = self.source.connection(printed).await;
+        *failed = outcome.as_ref().err().cloned();
+        self.renewals.fetch_add(1, Ordering::AcqRel);
+        let connection = outcome?;
+        if !used.connection.is_insecure() {
+            connection.warn_if_insecure();
+        }
         let mut current = lock(&self.current);
         *current = Current { connection, generation: current.generation.max(used.generation) + 1 };
         *used = current.clone();
@@ -279,7 +334,7 @@ impl Api {
         &self,
         connection: &Connection,
         call: &Call,
-    ) -> Result<Response<Body>, Failure> {
+    ) -> Result<Response<Body>, Unanswered> {
         self.stats().calls.entry(call.verb).or_default().sent += 1;
         let method = if call.patch.is_some() { Method::PATCH } else { Method::GET };
         let mut request = Request::builder()
@@ -295,11 +350,18 @@ impl Api {
             .body(Full::new(body))
             .map_err(|error| Failure::Failed(error.to_string().into()))?;
         let answer = match timeout(PATIENCE, connection.send(request)).await {
-            Err(_) => return Err(Failure::Silent(PATIENCE)),
-            Ok(Err(unsent)) => return Err(unreachable(unsent)),
+            Err(_) => return Err(Failure::Silent(PATIENCE).into()),
+            Ok(Err(unsent)) => {
+                let renewal = Renewal::after(&unsent.cause);
+                return Err(Unanswered { failure: unreachable(unsent), renewal });
+            }
             Ok(Ok(answer)) => answer,
         };
-        if answer.status().is_success() { Ok(answer) } else { Err(refusal(call, answer).await) }
+        if answer.status().is_success() {
+            Ok(answer)
+        } else {
+            Err(refusal(call, answer).await.into())
+        }
     }
 }
 

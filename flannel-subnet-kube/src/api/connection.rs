@@ -3,7 +3,8 @@
 //! A token in a file is read for each request, so that the latest one is used.
 
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime};
+use std::sync::Arc;
+use std::time::Duration;
 
 use base64::Engine;
 use bytes::Bytes;
@@ -23,7 +24,7 @@ use rustls::pki_types::pem::PemObject;
 use secrecy::ExposeSecret;
 
 use super::chain;
-use super::exec;
+use super::exec::{self, Credentials};
 use super::kubeconfig::from_kubeconfig;
 use super::proxy::Route;
 use super::tls::{Client as ClientCertificate, tls};
@@ -35,7 +36,7 @@ const CONNECT: Duration = Duration::from_secs(5);
 
 /// The configuration of connections.
 ///
-/// **Source**: client-go `clientcmd.BuildConfigFromFlags`.
+/// **Source**: client-go `clientcmd.BuildConfigFromFlags`, `mergeConfig` (`TLSServerName`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Source {
     /// The URL of the API server, instead of the URL in the kubeconfig.
@@ -56,8 +57,8 @@ pub(crate) struct Connection {
     authorization: Option<Authorization>,
     /// How messages call the client certificate, or `None` if there is none.
     certificate: Option<String>,
-    /// When the credentials of a plugin expire.
-    expires: Option<SystemTime>,
+    /// What a plugin printed.
+    printed: Option<Arc<Credentials>>,
     /// The server's certificate is not verified.
     is_insecure: bool,
 }
@@ -70,17 +71,21 @@ enum Authorization {
 }
 
 impl Source {
-    /// Makes a client. All files are read again, and a credential plugin runs.
+    /// Makes a client. All files are read again, and a credential plugin runs, unless the
+    /// credentials in `printed` have not expired.
     ///
     /// # Errors
     /// The file or option, and the reason.
     ///
     /// # Blocking
     /// Reads a few files.
-    pub(crate) async fn connection(&self) -> Result<Connection, String> {
+    pub(crate) async fn connection(
+        &self,
+        printed: Option<Arc<Credentials>>,
+    ) -> Result<Connection, String> {
         let config = self.config().await?;
         let mut certificate = ClientCertificate::of_user(&config)?;
-        let mut expires = None;
+        let mut printed = printed.filter(|printed| !printed.have_expired());
         let mut authorization = match &self.token {
             Some(given) => Some(Authorization::of(given)?),
             None => authorization(&config.auth_info)?,
@@ -88,12 +93,18 @@ impl Source {
         if let Some(exec) = &config.auth_info.exec
             && authorization.is_none()
         {
-            let printed = exec::credentials(exec)
-                .await
-                .map_err(|error| format!("its user's credential plugin (exec): {error}"))?;
-            authorization = printed.authorization.map(Authorization::Fixed);
-            certificate = printed.client.or(certificate);
-            expires = printed.expires;
+            let credentials = match printed.take() {
+                Some(printed) => printed,
+                None => exec::credentials(exec)
+                    .await
+                    .map(Arc::new)
+                    .map_err(|error| format!("its user's credential plugin (exec): {error}"))?,
+            };
+            authorization = credentials.authorization.clone().map(Authorization::Fixed);
+            certificate = credentials.client.clone().or(certificate);
+            printed = Some(credentials);
+        } else {
+            printed = None;
         }
         let tls = tls(&config, certificate.as_ref())?;
         let https = HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http();
@@ -116,7 +127,7 @@ impl Source {
             client: Client::builder(TokioExecutor::new()).build(connector),
             authorization,
             certificate: certificate.map(|client| client.name),
-            expires,
+            printed,
             is_insecure: config.accept_invalid_certs,
         })
     }
@@ -145,6 +156,13 @@ impl Source {
                 return Err(format!("the URL {url:?}: {expected}"));
             }
             config.cluster_url = parsed;
+            // It is the name of the server in the kubeconfig.
+            config.tls_server_name = None;
+            let exec = config.auth_info.exec.as_mut();
+            if let Some(cluster) = exec.and_then(|exec| exec.cluster.as_mut()) {
+                cluster.server = Some(url.clone());
+                cluster.tls_server_name = None;
+            }
         }
         if let Some(ca) = &self.ca {
             config.root_cert = Some(certificates(ca)?);
@@ -249,7 +267,17 @@ impl Connection {
 
     /// Whether the credentials have expired.
     pub(crate) fn has_expired(&self) -> bool {
-        self.expires.is_some_and(|expires| expires <= SystemTime::now())
+        self.printed.as_ref().is_some_and(|printed| printed.have_expired())
+    }
+
+    /// What a plugin printed for this connection.
+    pub(crate) fn printed(&self) -> Option<Arc<Credentials>> {
+        self.printed.clone()
+    }
+
+    /// Whether the server's certificate is not verified.
+    pub(crate) fn is_insecure(&self) -> bool {
+        self.is_insecure
     }
 
     /// Warns if the server's certificate is not verified.

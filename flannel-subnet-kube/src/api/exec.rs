@@ -7,10 +7,13 @@ use std::io;
 use std::process::{Output, Stdio};
 use std::time::{Duration, SystemTime};
 
+use flannel_core::text::{MAX_REASON_CHARS, shorten};
 use flannel_tls::Pem;
 use http::HeaderValue;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::config::{ExecConfig, ExecInteractiveMode};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 use tokio::process::Command;
 use tokio::time::timeout;
@@ -25,7 +28,7 @@ const VERSIONS: [&str; 2] =
     ["client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1"];
 
 /// The credentials that a plugin printed. They are not shown.
-pub(super) struct Credentials {
+pub(crate) struct Credentials {
     /// The value of the header `Authorization`.
     pub(super) authorization: Option<HeaderValue>,
     pub(super) client: Option<Client>,
@@ -33,11 +36,17 @@ pub(super) struct Credentials {
     pub(super) expires: Option<SystemTime>,
 }
 
+impl Credentials {
+    pub(super) fn have_expired(&self) -> bool {
+        self.expires.is_some_and(|expires| expires <= SystemTime::now())
+    }
+}
+
 /// Runs a plugin.
 ///
 /// # Errors
 /// Its configuration is wrong, it fails, or it prints no credentials. The error does not show what
-/// it prints on its standard output.
+/// it prints.
 pub(super) async fn credentials(exec: &ExecConfig) -> Result<Credentials, String> {
     let version = exec.api_version.as_deref().unwrap_or_default();
     if !VERSIONS.contains(&version) {
@@ -58,14 +67,40 @@ pub(super) async fn credentials(exec: &ExecConfig) -> Result<Credentials, String
     });
     let failed = |error: io::Error| {
         let hint = exec.install_hint.as_deref().filter(|_| error.kind() == io::ErrorKind::NotFound);
-        let hint = hint.map(|hint| format!(": {}", hint.trim())).unwrap_or_default();
+        let hint = hint.map(|hint| format!(": {}", shorten(hint.trim(), MAX_REASON_CHARS)));
+        let hint = hint.unwrap_or_default();
         format!("{program}: {error}{hint}")
     };
-    let output = timeout(PATIENCE, command(exec, program, &info).output())
+    let output = timeout(PATIENCE, output(command(exec, program, &info)))
         .await
         .map_err(|_| format!("{program} has not ended after {} s", PATIENCE.as_secs()))?
         .map_err(failed)?;
     parse(&output, version).map_err(|error| format!("{program} {error}"))
+}
+
+/// The output of a command. If the future is dropped, the processes that the command has started
+/// end too.
+async fn output(mut command: Command) -> io::Result<Output> {
+    let child = command.spawn()?;
+    let leader = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw);
+    let waiting = std::pin::pin!(child.wait_with_output());
+    // It is dropped before the child, whose process id is not used again until then.
+    let mut group = Group(leader);
+    let output = waiting.await;
+    group.0 = None;
+    output
+}
+
+/// A process group, which is killed when this is dropped.
+struct Group(Option<Pid>);
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Some(leader) = self.0 {
+            // It fails only if the group has ended.
+            let _ = killpg(leader, Signal::SIGKILL);
+        }
+    }
 }
 
 fn command(exec: &ExecConfig, program: &str, info: &Value) -> Command {
@@ -84,6 +119,10 @@ fn command(exec: &ExecConfig, program: &str, info: &Value) -> Command {
     command
         .env("KUBERNETES_EXEC_INFO", OsStr::new(&info.to_string()))
         .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        // Its messages may have secrets.
+        .stderr(Stdio::null())
+        .process_group(0)
         .kill_on_drop(true);
     command
 }
@@ -97,9 +136,11 @@ fn is_for_plugins(name: &str) -> bool {
 
 fn parse(output: &Output, version: &str) -> Result<Credentials, String> {
     if !output.status.success() {
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        let last = stderr.lines().rev().map(str::trim).find(|line| !line.is_empty());
-        return Err(format!("fails ({}): {}", output.status, last.unwrap_or("it prints no error")));
+        return Err(format!(
+            "fails ({}); its messages are not shown, because they may have credentials: run it by hand \
+             to see them",
+            output.status
+        ));
     }
     // An error of serde would show a part of the text.
     let answer: Value = serde_json::from_slice(&output.stdout)

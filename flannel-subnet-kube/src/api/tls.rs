@@ -7,6 +7,7 @@ use rustls::ClientConfig;
 use secrecy::ExposeSecret;
 
 /// A client's certificate, and how messages call it.
+#[derive(Clone)]
 pub(super) struct Client {
     pub(super) identity: Identity,
     pub(super) name: String,

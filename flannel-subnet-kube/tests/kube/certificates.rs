@@ -284,6 +284,25 @@ async fn a_tls_alert_is_reported_with_its_meaning() {
     }
 }
 
+/// The `tls-server-name` belongs to the `server` of the kubeconfig, as in client-go.
+#[tokio::test]
+async fn another_url_has_its_own_name() {
+    let fixture = Fixture::new(V4);
+    let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let server = ApiServer::with_tls(&signed.cert.pem(), &signed.signing_key.serialize_pem());
+    server.put_node("me", blank(&["10.1.1.0/24"]));
+    let ca = STANDARD.encode(signed.cert.pem());
+    let cluster = format!(
+        "server: 'https://192.0.2.1', tls-server-name: api.example, \
+         certificate-authority-data: {ca}"
+    );
+    fixture.with_kubeconfig(&cluster, "").await.unwrap();
+    let mut options = fixture.options("me");
+    options.kubeconfig = Some(fixture.dir.path().join("kubeconfig"));
+    options.api_url = Some(server.url());
+    KubeManager::open(options).await.unwrap().hints().await.unwrap();
+}
+
 /// Templates leave such fields, and client-go treats them as absent.
 #[tokio::test]
 async fn empty_fields_of_a_kubeconfig_count_as_absent() {

@@ -187,13 +187,76 @@ async fn a_plugin_that_prints_no_credentials_is_named_and_its_output_is_not_show
     plugin.prints(&json!({ "token": "secret" }));
     plugin.manager().await.hints().await.unwrap();
     assert_eq!(logged.count("secret"), 0);
-    write_script(
-        &plugin.path("plugin"),
-        "#!/bin/sh\necho secret\necho 'log in first' >&2\nexit 3\n",
-    );
+    write_script(&plugin.path("plugin"), "#!/bin/sh\necho secret\necho secret >&2\nexit 3\n");
     let cluster = format!("server: \"{}\"", fixture.server.url());
     let text = plugin.open(&cluster).await.unwrap_err().to_string();
-    assert!(text.contains("exit status: 3): log in first") && !text.contains("secret"), "{text}");
+    assert!(text.contains("exit status: 3)") && text.contains("run it by hand"), "{text}");
+    assert!(!text.contains("secret"), "{text}");
+    let user = format!(
+        "exec: {{apiVersion: {VERSION}, command: ./absent, interactiveMode: Never, \
+         installHint: {}}}",
+        "hint".repeat(1000)
+    );
+    let text = fixture.with_kubeconfig(&cluster, &user).await.unwrap_err().to_string();
+    assert!(text.contains("hinthint") && text.len() < 1000, "{text}");
+    assert_eq!(logged.count("secret"), 0);
+}
+
+#[tokio::test]
+async fn a_plugin_that_is_given_up_leaves_no_process() {
+    let fixture = Fixture::new(V4);
+    let plugin = Plugin::new(&fixture);
+    let script = "#!/bin/sh\ncd \"$(dirname \"$0\")\"\nsleep 1000 &\n\
+                  echo $! >new\nmv new child\nwait\n";
+    write_script(&plugin.path("plugin"), script);
+    let cluster = format!("server: \"{}\"", fixture.server.url());
+    tokio::select! {
+        ended = plugin.open(&cluster) => panic!("{ended:?}"),
+        () = until(|| plugin.path("child").exists()) => {}
+    }
+    let child = std::fs::read_to_string(plugin.path("child")).unwrap();
+    let stat = format!("/proc/{}/stat", child.trim());
+    let has_ended = || match std::fs::read_to_string(&stat) {
+        // Nobody may collect the status of an orphan in a container.
+        Ok(stat) => stat.contains(") Z "),
+        Err(_) => true,
+    };
+    until(has_ended).await;
+}
+
+/// New credentials cannot make the server's certificate acceptable.
+#[tokio::test]
+async fn a_plugin_does_not_run_again_for_a_server_that_is_refused() {
+    let fixture = Fixture::new(V4);
+    let plugin = Plugin::new(&fixture);
+    let signed = rcgen::generate_simple_self_signed(["other.example".to_owned()]).unwrap();
+    let server = ApiServer::with_tls(&signed.cert.pem(), &signed.signing_key.serialize_pem());
+    std::fs::write(plugin.path("ca.pem"), signed.cert.pem()).unwrap();
+    let cluster = format!("server: \"{}\", certificate-authority: ca.pem", server.url());
+    for (status, runs) in [
+        (json!({ "token": "first" }), 1),
+        (json!({ "token": "first", "expirationTimestamp": after(3600) }), 2),
+    ] {
+        plugin.prints(&status);
+        let manager = plugin.open(&cluster).await.unwrap();
+        manager.hints().await.unwrap_err();
+        manager.hints().await.unwrap_err();
+        assert_eq!(plugin.runs(), runs);
+    }
+}
+
+#[tokio::test]
+async fn requests_that_wait_for_a_plugin_share_its_failure() {
+    let fixture = Fixture::new(V4);
+    let plugin = Plugin::new(&fixture);
+    plugin.prints(&json!({ "token": "first", "expirationTimestamp": "2001-02-03T04:05:06Z" }));
+    let manager = plugin.manager().await;
+    plugin.prints_text("broken");
+    let (one, two, three) = tokio::join!(manager.hints(), manager.hints(), manager.hints());
+    for error in [one, two, three].map(Result::unwrap_err) {
+        assert!(error.to_string().contains("does not print an ExecCredential"), "{error}");
+    }
+    assert_eq!(plugin.runs(), 2);
 }
 
 #[tokio::test]
@@ -232,6 +295,12 @@ async fn a_server_is_trusted_without_verification_only_with_a_warning() {
     server.expect_token("other");
     manager.hints().await.unwrap_err();
     until(|| logged.count(warning) == 1).await;
-    let cluster = format!("server: \"{}\", insecure-skip-tls-verify: false", server.url());
-    fixture.with_kubeconfig(&cluster, "").await.unwrap().hints().await.unwrap_err();
+    let verified = format!("server: \"{}\", insecure-skip-tls-verify: false", server.url());
+    let manager = fixture.with_kubeconfig(&verified, "").await.unwrap();
+    manager.hints().await.unwrap_err();
+    // A kubeconfig that becomes insecure causes one more.
+    fixture.with_kubeconfig(&cluster, "token: other").await.unwrap();
+    assert_eq!(logged.count(warning), 2);
+    manager.hints().await.unwrap();
+    assert_eq!(logged.count(warning), 3);
 }
