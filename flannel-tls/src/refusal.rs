@@ -238,11 +238,10 @@ impl Unsuitable {
         trusted: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Option<Error> {
-        let Error::InvalidCertificate(CertificateError::UnknownIssuer | CertificateError::Other(_)) =
-            error
-        else {
+        let Error::InvalidCertificate(reason) = error else { return None };
+        if !matches!(reason, CertificateError::UnknownIssuer | CertificateError::Other(_)) {
             return None;
-        };
+        }
         let issuers: Vec<_> =
             presented.iter().filter_map(|der| Some(Certificate::read(der)?.issuer)).collect();
         let unsuitable = trusted

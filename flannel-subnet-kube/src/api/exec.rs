@@ -137,8 +137,8 @@ fn is_for_plugins(name: &str) -> bool {
 fn parse(output: &Output, version: &str) -> Result<Credentials, String> {
     if !output.status.success() {
         return Err(format!(
-            "fails ({}); its messages are not shown, because they may have credentials: run it by hand \
-             to see them",
+            "fails ({}); its messages are not shown, because they may have credentials: run it by \
+             hand to see them",
             output.status
         ));
     }
