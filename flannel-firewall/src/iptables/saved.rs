@@ -70,11 +70,29 @@ impl<'a> SavedTable<'a> {
         self.ends(rule, DEEPEST)
     }
 
+    /// Whether a rule of a built-in chain only refuses packets: it has no condition, and drops or
+    /// rejects all packets, or leaves them to the policy. A program that decides about packets,
+    /// such as one that reads a queue or fills a chain with rules, must see them before.
+    pub(crate) fn only_refuses(&self, rule: &str) -> bool {
+        matches!(unconditional(rule), Some(Way::Return)) || self.refuses(rule, DEEPEST)
+    }
+
+    fn refuses(&self, rule: &str, depth: usize) -> bool {
+        match unconditional(rule) {
+            Some(Way::Refuse) => true,
+            Some(Way::Jump(chain) | Way::Goto(chain)) if depth > 0 => {
+                let mut rules = self.rules(&chain).iter().skip_while(|rule| only_notes(rule));
+                rules.next().is_some_and(|rule| self.refuses(rule, depth - 1))
+            }
+            _ => false,
+        }
+    }
+
     fn ends(&self, rule: &str, depth: usize) -> bool {
         match unconditional(rule) {
             None | Some(Way::On) => false,
             // The packet gets the policy of the built-in chain, or what follows the outermost jump.
-            Some(Way::Return | Way::Verdict | Way::Goto) => true,
+            Some(Way::Return | Way::Refuse | Way::Verdict | Way::Goto(_)) => true,
             Some(Way::Jump(chain)) => depth > 0 && self.keeps_all(&chain, depth - 1),
         }
     }
@@ -83,8 +101,10 @@ impl<'a> SavedTable<'a> {
     fn keeps_all(&self, chain: &str, depth: usize) -> bool {
         for rule in self.rules(chain) {
             match unconditional(rule) {
-                Some(Way::Return | Way::Goto) => return false,
-                Some(Way::Verdict | Way::Jump(_)) if self.ends(rule, depth) => return true,
+                Some(Way::Return | Way::Goto(_)) => return false,
+                Some(Way::Refuse | Way::Verdict | Way::Jump(_)) if self.ends(rule, depth) => {
+                    return true;
+                }
                 Some(_) => {}
                 // A rule with a condition may let packets back.
                 None if words(rule).iter().any(|word| word == "RETURN" || word == "-g") => {
@@ -102,9 +122,19 @@ enum Way {
     /// To the next rule.
     On,
     Return,
+    /// They are dropped or rejected.
+    Refuse,
+    /// Out of the table, or to a program that decides.
     Verdict,
-    Goto,
+    Goto(String),
     Jump(String),
+}
+
+/// Whether a rule at most counts or logs packets.
+fn only_notes(rule: &str) -> bool {
+    let words = words(rule);
+    let mut target = words.windows(2).filter(|pair| matches!(&*pair[0], "-j" | "-g"));
+    target.all(|pair| matches!(&*pair[1], "LOG" | "NFLOG"))
 }
 
 /// Where a rule leads all packets. `None` if it has a condition.
@@ -118,9 +148,11 @@ fn unconditional(rule: &str) -> Option<Way> {
         let value = words.next()?;
         match (&*word, &*value) {
             ("-m", "comment") | ("--comment", _) => {}
-            ("-g", _) => return Some(Way::Goto),
+            ("-g", _) => return Some(Way::Goto(value)),
             ("-j", "RETURN") => return Some(Way::Return),
-            ("-j", "ACCEPT" | "DROP" | "REJECT" | "QUEUE" | "NFQUEUE") => {
+            ("-j", "DROP" | "REJECT") => return Some(Way::Refuse),
+            // A translation is the verdict of the table `nat`, which alone has these targets.
+            ("-j", "ACCEPT" | "QUEUE" | "NFQUEUE" | "MASQUERADE" | "SNAT" | "NETMAP") => {
                 return Some(Way::Verdict);
             }
             // A target that continues is not the name of a chain, so it has no rules.
@@ -194,6 +226,9 @@ mod tests {
             ("-j ACCEPT", true),
             ("-j RETURN", true),
             ("-j NFQUEUE --queue-num 1 --queue-bypass", true),
+            ("-j MASQUERADE --random-fully", true),
+            ("-j SNAT --to-source 192.0.2.1", true),
+            ("-s 10.1.0.0/16 -j MASQUERADE", false),
             ("-g EMPTY", true),
             ("-j DROPS", true),
             ("-j NESTED", true),
@@ -213,6 +248,42 @@ mod tests {
             ("", false),
         ] {
             assert_eq!(filter.ends_all(rule), ends, "{rule}");
+        }
+    }
+
+    #[test]
+    fn a_chain_that_decides_about_packets_does_not_only_refuse_them() {
+        let saved = Saved::read(
+            "*filter\n:FORWARD ACCEPT [0:0]\n\
+             :DROPS - [0:0]\n-A DROPS -m limit --limit 3/min -j LOG\n-A DROPS -j DROP\n\
+             :NESTED - [0:0]\n-A NESTED -m comment --comment x\n-A NESTED -j DROPS\n\
+             :SELECTS - [0:0]\n-A SELECTS -s 10.9.0.0/16 -j DROP\n-A SELECTS -j ACCEPT\n\
+             :POLICY - [0:0]\n-A POLICY -p icmp -j ACCEPT\n-A POLICY -j DROP\n\
+             :QUEUES - [0:0]\n-A QUEUES -j NFQUEUE --queue-num 1\n\
+             :USER - [0:0]\n-A USER -j RETURN\n:EMPTY - [0:0]\n\
+             :LOOP - [0:0]\n-A LOOP -j LOOP\nCOMMIT\n",
+        );
+        let filter = saved.table("filter").unwrap();
+        for (rule, refuses) in [
+            ("-j REJECT --reject-with icmp-host-prohibited", true),
+            ("-m comment --comment \"no more\" -j DROP", true),
+            ("-j RETURN", true),
+            ("-j DROPS", true),
+            ("-g DROPS", true),
+            ("-j NESTED", true),
+            ("-j QUEUE", false),
+            ("-j NFQUEUE --queue-num 1", false),
+            ("-j NFQUEUE --queue-num 1 --queue-bypass", false),
+            ("-j ACCEPT", false),
+            ("-j SELECTS", false),
+            ("-j POLICY", false),
+            ("-j QUEUES", false),
+            ("-i eth0 -j DROP", false),
+            ("-j USER", false),
+            ("-j EMPTY", false),
+            ("-j LOOP", false),
+        ] {
+            assert_eq!(filter.only_refuses(rule), refuses, "{rule}");
         }
     }
 }

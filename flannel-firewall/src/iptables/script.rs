@@ -213,10 +213,12 @@ impl<'a> Found<'a> {
         let is_jump = |rule: &&&str| goes_to(rule, place.chain);
         found.before = hook.iter().take_while(|rule| !is_jump(rule)).count();
         let mut others = hook.iter().filter(|rule| !is_jump(rule));
-        // The chain of the forward rules would accept the packets too.
-        let accepts =
-            |rule: &str| place.content == Some(Chain::Forward) && rule.ends_with("-j ACCEPT");
-        found.end = others.position(|rule| table.ends_all(rule) && !accepts(rule));
+        // What the forward rules accept, no program behind them sees. So they only come before a
+        // rule that decides nothing.
+        found.end = others.position(|rule| match place.content {
+            Some(Chain::Forward) => table.only_refuses(rule),
+            _ => table.ends_all(rule),
+        });
         let mut chains: Vec<_> = table.chains().filter(|(name, _)| *name != place.chain).collect();
         chains.sort_by_key(|(name, _)| *name);
         for (from, chain) in chains {
@@ -568,7 +570,8 @@ COMMIT
         let rules: String = rules.collect();
         format!(
             "*filter\n:FORWARD ACCEPT [0:0]\n:FLANNEL-FWD - [0:0]\n:UFW - [0:0]\n{rules}{}\n\
-             -A UFW -p icmp -j ACCEPT\n-A UFW -j DROP\nCOMMIT\n",
+             -A UFW -p icmp -j ACCEPT\n-A UFW -j DROP\n\
+             :DROPS - [0:0]\n-A DROPS -j LOG\n-A DROPS -j DROP\nCOMMIT\n",
             ours.join("\n")
         )
     }
@@ -585,7 +588,11 @@ COMMIT
             (&[POLICY, POLICY, REJECT, REJECT], "-I FORWARD 3 -m"),
             // No packet reaches the policy.
             (&[REJECT, POLICY], "-I FORWARD 1 -m"),
-            (&[POLICY, "-j UFW"], "-I FORWARD 2 -m"),
+            // These decide about packets.
+            (&[POLICY, "-j UFW"], "-A FORWARD -m"),
+            (&[POLICY, "-j NFQUEUE --queue-num 1"], "-A FORWARD -m"),
+            (&["-j NFQUEUE --queue-num 1 --queue-bypass", REJECT], "-I FORWARD 2 -m"),
+            (&[POLICY, "-j DROPS"], "-I FORWARD 2 -m"),
             (&[POLICY, "-j ACCEPT"], "-A FORWARD -m"),
             (&[POLICY, "-j RETURN"], "-I FORWARD 2 -m"),
             (&[POLICY, "-i eth0 -j UFW"], "-A FORWARD -m"),
@@ -603,13 +610,14 @@ COMMIT
             &["J", REJECT],
             &[POLICY, "J", REJECT],
             &["J", POLICY, REJECT],
-            &[POLICY, "-p tcp -j DROP", "J", POLICY, "-j UFW"],
+            &[POLICY, "-p tcp -j DROP", "J", POLICY, "-j DROPS"],
+            &[POLICY, "-j UFW", "J"],
         ] {
             assert_eq!(v4(&forward(rules), FORWARD), Script::default(), "{rules:?}: it stays");
         }
         for (rules, place) in [
             (&[REJECT, "J"][..], 1),
-            (&[POLICY, "-j UFW", POLICY, "J"], 2),
+            (&[POLICY, "-j DROPS", POLICY, "J"], 2),
             (&[REJECT, "J", REJECT], 1),
         ] {
             let script = v4(&forward(rules), FORWARD);
