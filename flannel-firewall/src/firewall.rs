@@ -3,12 +3,14 @@
 //! It does not interpret events. Each time it wakes, it reads the actual rules, compares them with
 //! the desired ones, and writes the differences.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::Subnet;
 use flannel_core::logging::LogRateLimiter;
+use flannel_core::object::LinkName;
 use tokio::sync::watch;
 use tokio::time::{Instant, Interval, MissedTickBehavior};
 
@@ -383,12 +385,21 @@ pub async fn cleanup_networks(programs: &Programs, networks: &[Subnet], dry_run:
 }
 
 /// Removes only the rules that Go flannel does not know: the rules about encryption
-/// ([`RuleOptions::encrypted`]), and the [guards](crate::Guard) of tunnels. With `dry_run` it
-/// removes nothing, and returns the rules that it would remove.
-pub async fn cleanup_for_go(programs: &Programs, dry_run: bool) -> Cleanup {
-    let none = Rules::default();
+/// ([`RuleOptions::encrypted`]) for these pod networks, and the [guards](crate::Guard) of tunnels
+/// with one of these devices. The rules for other networks stay, and so do the guards that only
+/// have other devices: they are of another daemon. With `dry_run` it removes nothing, and returns
+/// the rules that it would remove.
+pub async fn cleanup_for_go(
+    programs: &Programs,
+    networks: &[Subnet],
+    devices: &BTreeSet<LinkName>,
+    dry_run: bool,
+) -> Cleanup {
+    let none = Rules::none_for(networks.iter().copied());
     let mut cleanup = Iptables::clean(programs, None, &none, Scope::UnknownToGo, !dry_run).await;
-    cleanup.note(flannel_core::runtime::blocking(move || nft::clean_for_go(!dry_run)).await);
+    let devices = devices.clone();
+    let clean = move || nft::clean_for_go(&none, &devices, !dry_run);
+    cleanup.note(flannel_core::runtime::blocking(clean).await);
     cleanup
 }
 

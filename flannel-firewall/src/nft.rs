@@ -5,16 +5,18 @@
 mod rule;
 mod table;
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
+use flannel_core::object::LinkName;
 use flannel_core::runtime::{blocking, lock};
 use flannel_netlink::netfilter::{Batch, NetfilterEvents, NetfilterSocket, Refused};
 use flannel_netlink::nftables::{self, Expr, GROUP, Table, batch, generation};
 use libc::{EAGAIN, EBUSY, EEXIST, ENOENT};
 
-use self::table::{Content, PARTS, TableId};
+use self::table::{Content, OwnRule, PARTS, TableId};
 use crate::error::Error;
 use crate::guard;
 use crate::iptables::script::{self, Scope};
@@ -118,11 +120,17 @@ pub(crate) fn clean(none: &Rules, write: bool) -> Result<Vec<Deviation>, Error> 
     }
 }
 
-/// Finds the tables that Go flannel does not know, and removes them if `write` is true.
-pub(crate) fn clean_for_go(write: bool) -> Result<Vec<Deviation>, Error> {
+/// Finds the tables that `none` owns and Go flannel does not know, and the guards of these devices.
+/// Removes them if `write` is true.
+pub(crate) fn clean_for_go(
+    none: &Rules,
+    devices: &BTreeSet<LinkName>,
+    write: bool,
+) -> Result<Vec<Deviation>, Error> {
     let Some(mut socket) = open_if_any()? else { return Ok(Vec::new()) };
-    let guards = guard::tables(&mut socket).map_err(|error| Error::kernel("nftables", error))?;
-    let mut found = reconcile(&mut socket, &Rules::default(), write, TableId::is_unknown_to_go)?;
+    let guards =
+        guard::tables(&mut socket, devices).map_err(|error| Error::kernel("nftables", error))?;
+    let mut found = reconcile(&mut socket, none, write, TableId::is_unknown_to_go)?;
     for name in guards {
         let table = guard::table_named(&name);
         if write {
@@ -204,6 +212,9 @@ struct FoundTable {
     id: TableId,
     /// `None` if it does not exist.
     content: Option<Content>,
+    /// The rules for own networks, if another daemon has rules here too. They are removed: the
+    /// daemons would replace each other's rules.
+    strays: Vec<OwnRule>,
 }
 
 impl FoundTable {
@@ -232,7 +243,7 @@ struct Transaction {
     deviations: Vec<Deviation>,
     /// The names of the tables, for an error.
     titles: Vec<String>,
-    /// The numbers of the changes that remove or create a whole table.
+    /// The numbers of the changes that remove or create a whole table, or remove a single rule.
     whole: Vec<usize>,
 }
 
@@ -243,7 +254,11 @@ impl Transaction {
         let owned = rules.ownership();
         for part in tables.chunk_by(|a, b| a.id.part == b.id.part) {
             let home = home(part, rules);
-            for found in part.iter().filter(|found| !found.is_of_others(owned)) {
+            for found in part {
+                if found.is_of_others(owned) {
+                    transaction.remove(&found.id, &found.strays);
+                    continue;
+                }
                 let is_home = home.is_some_and(|home| home.id == found.id);
                 let desired = if is_home { Content::desired(rules, &found.id) } else { None };
                 transaction.add(&found.id, found.content.as_ref(), desired);
@@ -268,6 +283,20 @@ impl Transaction {
             // The first change of `make` creates the table itself.
             self.whole.push(self.batch.len());
             desired.make(&mut self.batch, id);
+        }
+    }
+
+    /// Adds the changes that remove rules from the table of another daemon.
+    fn remove(&mut self, id: &TableId, strays: &[OwnRule]) {
+        if strays.is_empty() {
+            return;
+        }
+        let table = id.table();
+        self.deviations.push(Deviation { object: table.to_string(), fault: Fault::Unwanted });
+        self.titles.push(table.to_string());
+        for OwnRule { chain, handle } in strays {
+            self.whole.push(self.batch.len());
+            table.remove_rule(&mut self.batch, chain, *handle);
         }
     }
 
@@ -325,9 +354,16 @@ fn read_tables(socket: &mut NetfilterSocket, rules: &Rules) -> Result<Vec<FoundT
         |socket| {
             let mut tables = Vec::new();
             for id in all_tables(socket, rules)? {
-                let content = Content::read(socket, &id)
-                    .map_err(|error| Error::kernel(id.table().to_string(), error))?;
-                tables.push(FoundTable { id, content });
+                let about = |error| Error::kernel(id.table().to_string(), error);
+                let content = Content::read(socket, &id).map_err(about)?;
+                let mut found = FoundTable { id: id.clone(), content, strays: Vec::new() };
+                if let Some(content) = &found.content
+                    && found.is_of_others(rules.ownership())
+                {
+                    found.strays =
+                        content.rules_of(socket, &id, rules.ownership()).map_err(about)?;
+                }
+                tables.push(found);
             }
             Ok(tables)
         },
@@ -362,6 +398,7 @@ mod tests {
     use crate::masquerade::Masquerade;
     use crate::rules::RuleOptions;
     use crate::rules::tests::rules;
+    use flannel_core::address::Dual;
 
     #[test]
     fn a_transaction_for_a_table_that_another_program_removed_has_no_effect() {
@@ -379,7 +416,7 @@ mod tests {
                 .into_iter()
                 .map(|id| {
                     let content = Content::desired(&after, &id).filter(|_| id.is_usual());
-                    FoundTable { id, content }
+                    FoundTable { id, content, strays: Vec::new() }
                 })
                 .collect();
             for id in PARTS.map(|part| part.usual()) {
@@ -392,6 +429,38 @@ mod tests {
                 assert_eq!(transaction.commit(&mut socket).unwrap(), None, "{id:?}");
                 reconcile(&mut socket, &after, true, |_| true).unwrap();
                 assert_eq!(read_tables(&mut socket, &after).unwrap(), desired);
+            }
+        });
+    }
+
+    /// At the start of a host, or after `nft flush ruleset`, two daemons find no table at once.
+    #[test]
+    fn two_daemons_that_found_no_table_do_not_share_one() {
+        flannel_netlink::testing::in_netns(|| {
+            let one = rules(RuleOptions { forward: true, ..RuleOptions::default() });
+            let network = Dual { v4: "10.2.0.0/16".parse().ok(), v6: "fd00:2::/48".parse().ok() };
+            let options = RuleOptions { forward: true, ..RuleOptions::default() };
+            let two = Rules::new(&network, &Dual::default(), &options).unwrap();
+            let mut socket = NetfilterSocket::open().unwrap();
+            let [first, second] = [&one, &two]
+                .map(|rules| Transaction::new(&read_tables(&mut socket, rules).unwrap(), rules));
+            assert!(first.commit(&mut socket).unwrap().is_some());
+            assert_eq!(second.commit(&mut socket).unwrap(), None);
+            reconcile(&mut socket, &two, true, |_| true).unwrap();
+            for rules in [&one, &two] {
+                assert_eq!(reconcile(&mut socket, rules, true, |_| true).unwrap(), []);
+            }
+            // An earlier version merged the rules into one table.
+            let usual = PARTS.map(|part| part.usual());
+            for id in &usual[..2] {
+                let Some(desired) = Content::desired(&two, id) else { panic!("{id:?}") };
+                let mut merge = batch();
+                desired.make_chains(&mut merge, &id.table());
+                socket.commit(merge).unwrap();
+            }
+            assert_eq!(reconcile(&mut socket, &two, true, |_| true).unwrap().len(), 2);
+            for rules in [&one, &two] {
+                assert_eq!(reconcile(&mut socket, rules, true, |_| true).unwrap(), []);
             }
         });
     }

@@ -117,6 +117,13 @@ pub(crate) struct Content {
     chains: BTreeMap<Chain, nftables::Chain>,
 }
 
+/// A rule for an own network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct OwnRule {
+    pub(crate) chain: &'static str,
+    pub(crate) handle: u64,
+}
+
 /// The name, type, hook, priority and comment of a chain.
 struct Place {
     name: &'static str,
@@ -207,13 +214,43 @@ impl Content {
         rules.any(|rule| rule::network_of(rule, family).is_some_and(|network| !owned.has(network)))
     }
 
-    /// Adds the changes that create the table. The first one creates the table itself.
+    /// The rules for networks in `owned`, by chain and handle. It is read in the same moment as the
+    /// content.
+    pub(crate) fn rules_of(
+        &self,
+        socket: &mut NetfilterSocket,
+        id: &TableId,
+        owned: &Ownership,
+    ) -> Result<Vec<OwnRule>, KernelError> {
+        let is_own = |rule: &Vec<_>| {
+            rule::network_of(rule, id.part.family).is_some_and(|network| owned.has(network))
+        };
+        let mut own = Vec::new();
+        for (chain, content) in &self.chains {
+            if !content.rules.iter().any(is_own) {
+                continue;
+            }
+            let chain = place(*chain).name;
+            let handles = id.table().programs(socket, chain)?;
+            let rules = content.rules.iter().zip(handles).filter(|(rule, _)| is_own(rule));
+            own.extend(rules.map(|(_, program)| OwnRule { chain, handle: program.handle }));
+        }
+        Ok(own)
+    }
+
+    /// Adds the changes that create the table, which must not exist: another daemon may have made
+    /// it since the tables were read. The first change creates the table itself.
     pub(crate) fn make(&self, batch: &mut Batch, id: &TableId) {
         let table = id.table();
-        table.make(batch, &format!("rules for {}", id.name));
+        table.make_new(batch, &format!("rules for {}", id.name));
+        self.make_chains(batch, &table);
+    }
+
+    /// Adds the changes that create the chains, and append the rules to those that exist.
+    pub(super) fn make_chains(&self, batch: &mut Batch, table: &Table<'_>) {
         for (chain, content) in &self.chains {
             let Place { name, comment, .. } = place(*chain);
-            content.make(batch, &table, name, comment);
+            content.make(batch, table, name, comment);
         }
     }
 

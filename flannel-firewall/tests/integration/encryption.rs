@@ -1,10 +1,11 @@
 //! Packets to the pods of other nodes leave by encrypted devices only. A plain device of the
 //! fixture stands for the encrypted device.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::fixture::tools::nft;
-use crate::fixture::{ALL, Fixture, Kind, Place, Running, rules_of};
+use crate::fixture::{ALL, Fixture, Kind, Place, Running, first_network, rules_of, second_network};
 use flannel_core::address::{Dual, Family};
 use flannel_firewall::{Contested, Fault, RuleOptions, Rules, cleanup, cleanup_for_go};
 use flannel_netlink::testing::ip;
@@ -243,8 +244,13 @@ async fn only_the_rules_that_go_flannel_does_not_know_are_removed_for_it(
 ) {
     let programs = fixture.tools.programs();
     Running::start(&fixture, kind, by(&[], ALL), RESYNC).await.stop().await;
-    let would = cleanup_for_go(&programs, true).await;
-    let did = cleanup_for_go(&programs, false).await;
+    let networks =
+        |n| Family::BOTH.map(|family| [first_network(family), second_network(family)[0]][n]);
+    let devices = BTreeSet::new();
+    let of_others = cleanup_for_go(&programs, &networks(1), &devices, false).await;
+    assert!(of_others.found.is_empty() && of_others.failed.is_empty(), "{of_others:?}");
+    let would = cleanup_for_go(&programs, &networks(0), &devices, true).await;
+    let did = cleanup_for_go(&programs, &networks(0), &devices, false).await;
     assert!(did.failed.is_empty(), "{did:?}");
     assert_eq!(would.found, did.found);
     assert!(

@@ -13,10 +13,8 @@ use crate::netfilter::{Attributes, NetfilterMessage, NetfilterSocket};
 use crate::nftables::Table;
 use crate::nftables::attributes::{find, number, number_in, text_in};
 use crate::nftables::chain::RULE_CHAIN;
-use crate::nftables::table::{GETRULE, RULE_EXPRESSIONS, TABLE};
+use crate::nftables::table::{GETRULE, RULE_EXPRESSIONS, RULE_HANDLE, TABLE};
 
-/// `NFTA_RULE_HANDLE`.
-const RULE_HANDLE: u16 = 3;
 /// `NFT_MSG_GETSET` and `NFT_MSG_GETSETELEM`.
 const GETSET: u8 = 10;
 const GETSETELEM: u8 = 13;

@@ -26,6 +26,8 @@ pub(crate) const TABLE: u16 = 1;
 const TABLE_FLAGS: u16 = 2;
 const TABLE_USE: u16 = 3;
 const TABLE_USERDATA: u16 = 6;
+/// `NFTA_RULE_HANDLE`.
+pub(crate) const RULE_HANDLE: u16 = 3;
 /// `NFTA_RULE_EXPRESSIONS`.
 pub(crate) const RULE_EXPRESSIONS: u16 = 4;
 
@@ -146,6 +148,16 @@ impl Table<'_> {
     pub fn flush_chain(&self, batch: &mut Batch, chain: &str) {
         batch.add(DELRULE, self.family.protocol(), Make::Nothing, |request| {
             request.text(TABLE, self.name).text(RULE_CHAIN, chain);
+        });
+    }
+
+    /// Adds the change that removes the rule of a chain with this handle, which must exist.
+    pub fn remove_rule(&self, batch: &mut Batch, chain: &str, handle: u64) {
+        batch.add(DELRULE, self.family.protocol(), Make::Nothing, |request| {
+            request
+                .text(TABLE, self.name)
+                .text(RULE_CHAIN, chain)
+                .attr(RULE_HANDLE, &handle.to_be_bytes());
         });
     }
 

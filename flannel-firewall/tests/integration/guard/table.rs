@@ -230,8 +230,15 @@ fn guards_are_removed_for_go_flannel() {
         let guard = Guard::new(NAME);
         apply(&guard, &puts(records(&guard)));
         nft("add table inet other");
+        let clean = async |device: &str, dry_run| {
+            let devices = [device.parse().unwrap()].into();
+            cleanup_for_go(&Programs::default(), &[], &devices, dry_run).await
+        };
+        // The guard is of another network.
+        assert_eq!(clean("other", false).await.found, []);
+        assert!(nft("list tables").contains("flannel-guard-test"));
         for dry_run in [true, false] {
-            let cleanup = cleanup_for_go(&Programs::default(), dry_run).await;
+            let cleanup = clean("tunnel-v6", dry_run).await;
             let found: Vec<_> = cleanup.found.iter().map(|found| &*found.object).collect();
             assert!(found.contains(&"nftables table inet flannel-guard-test"), "{found:?}");
             assert_eq!(nft("list tables").contains("flannel-guard-test"), dry_run);
