@@ -9,7 +9,7 @@ use std::sync::Arc;
 use flannel_api::{Client, VERSION};
 use flannel_core::kernel::Footprint;
 use flannel_core::{Config, Kernel, Subnet};
-use flannel_firewall::{Programs, cleanup_networks, leftovers};
+use flannel_firewall::{Deviation, Programs, cleanup_for_go, cleanup_networks, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_options::printable::line;
@@ -62,16 +62,16 @@ pub(crate) async fn cleanup(context: Context<'_>, flags: &CleanupFlags) -> Resul
         }
     }
     account.kernel(&change_kernel(context, flags, &kernel, &footprint).await?);
+    let former = old_networks(&global.state_dir, &config);
+    let networks: Vec<_> = config.pod_networks().chain(former).collect();
     if flags.for_go {
-        let programs = Programs::default();
-        account.rules(flannel_firewall::cleanup_for_go(&programs, flags.dry_run).await);
+        let (programs, devices) = (Programs::default(), &footprint.links);
+        account.rules(cleanup_for_go(&programs, &networks, devices, flags.dry_run).await);
     } else {
         account.other_devices(&kernel, &footprint)?;
         for old in old_networks(&global.state_dir, &config) {
             account.kernel(&remove_former(&*kernel, &footprint, old, flags.dry_run)?);
         }
-        let former = old_networks(&global.state_dir, &config);
-        let networks: Vec<_> = config.pod_networks().chain(former).collect();
         account.firewall(&networks, flags.dry_run).await;
         // The files go last and only without failures, because they are needed to find objects.
         if account.failed.is_empty() {
@@ -184,15 +184,26 @@ impl Account {
     /// The rules of every mode for these networks. Notes the rules for other networks.
     async fn firewall(&mut self, networks: &[Subnet], dry_run: bool) {
         let programs = Programs::default();
-        let own = cleanup_networks(&programs, networks, dry_run).await;
-        let is_own = |object: &str| own.found.iter().any(|own| own.object == object);
+        let own = cleanup_networks(&programs, networks, true).await;
+        let done = match dry_run {
+            true => None,
+            false => Some(cleanup_networks(&programs, networks, false).await),
+        };
+        // Rules that could not be removed are there still.
+        let stay = done.as_ref().is_none_or(|done| !done.failed.is_empty());
         let all = leftovers(&programs).await.found;
-        let others = all.iter().filter(|found| !dry_run || !is_own(&found.object));
+        let objects = |found: &[Deviation]| found.iter().map(|it| it.object.clone()).collect();
+        self.others(objects(&all), &objects(&own.found), stay);
+        self.rules(done.unwrap_or(own));
+    }
+
+    /// Notes the objects with rules for other pod networks: all objects, without those of these
+    /// networks if they stay.
+    fn others(&mut self, all: Vec<String>, own: &[String], stay: bool) {
+        let others = all.into_iter().filter(|object| !(stay && own.contains(object)));
         self.unknown.extend(
-            others
-                .map(|other| format!("{}, which has rules for another pod network", other.object)),
+            others.map(|object| format!("{object}, which has rules for another pod network")),
         );
-        self.rules(own);
     }
 
     fn rules(&mut self, report: flannel_firewall::Cleanup) {
@@ -282,5 +293,18 @@ mod tests {
             Account { done: vec![name()], failed: vec![(name(), name())], unknown: vec![name()] };
         let text = hostile.output(false).text;
         assert_eq!((text.lines().count(), text.contains('\x1b')), (4, false), "{text}");
+    }
+
+    /// A chain that several daemons share stays when the rules of this one are removed.
+    #[test]
+    fn own_rules_that_stay_are_not_of_another_network() {
+        let names =
+            |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        for (stay, others) in [(true, &["chain B"][..]), (false, &["chain A", "chain B"])] {
+            let mut account = Account::default();
+            account.others(names(&["chain A", "chain B"]), &names(&["chain A"]), stay);
+            let text = |other: &&str| format!("{other}, which has rules for another pod network");
+            assert_eq!(account.unknown, others.iter().map(text).collect::<Vec<_>>());
+        }
     }
 }
