@@ -18,6 +18,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use flannel_core::address::{Dual, Family};
+use flannel_core::kernel::KernelError;
 use flannel_core::runtime::blocking;
 use flannel_netlink::netfilter::NetfilterSocket;
 use flannel_netlink::nftables::program::Translation;
@@ -179,9 +180,8 @@ pub async fn stopped_packets(
     let of = pods.clone();
     let mut stops = Stops::default();
     match blocking(move || nf_tables(&of)).await {
-        Ok(found) => stops.found = found,
         Err(Error::NoNftables { .. }) => {}
-        Err(error) => stops.unread.push(error),
+        followed => stops.take_in(followed),
     }
     for (family, pods) in pods.iter() {
         if legacy_tables(family).is_empty() {
@@ -189,13 +189,50 @@ pub async fn stopped_packets(
         }
         match memory.save(programs, family).await {
             Ok((age, saved)) => {
-                let found = in_saved(&saved, pods, &Queues::read()).unwrap_or_default();
-                stops.found.extend(found.into_iter().map(|stop| Stop { age, ..stop }));
+                let of = pods.clone();
+                // A host may have tens of thousands of rules.
+                let found = blocking(move || in_saved(&saved, &of, &Queues::read())).await;
+                stops.take_in(found.map(|found| found.of_age(age)));
             }
             Err(error) => stops.unread.push(error),
         }
     }
     stops
+}
+
+impl Stops {
+    fn take_in(&mut self, followed: Result<Followed, Error>) {
+        match followed {
+            Ok(Followed { stops, unread }) => {
+                self.found.extend(stops);
+                self.unread.extend(unread);
+            }
+            Err(error) => self.unread.push(error),
+        }
+    }
+}
+
+/// What was found by following packets.
+#[derive(Debug, Default)]
+struct Followed {
+    stops: Vec<Stop>,
+    /// Why other rules were not followed.
+    unread: Vec<Error>,
+}
+
+impl Followed {
+    fn of_age(mut self, age: Duration) -> Self {
+        self.stops.iter_mut().for_each(|stop| stop.age = age);
+        self
+    }
+
+    /// Notes that not all rules were followed if the number of rules that may be judged is used up.
+    fn note(&mut self, what: String, budget: usize) {
+        if budget == 0 {
+            let detail = format!("packets of pods meet more than {MOST_RULES} rules");
+            self.unread.push(Error::kernel(what, KernelError::Other(detail)));
+        }
+    }
 }
 
 /// The queues that programs read.
@@ -252,19 +289,25 @@ fn follow(
         found.retain(|it| is_reported(it, packet.flow));
         Ok(found)
     };
+    let mut of_single_pods = Vec::new();
     for protocol in [TCP, UDP] {
         for (packet, stages) in pods.packets(protocol) {
             let mut first = packet.clone();
             for found in pass(&mut first, &stages)? {
                 note(&mut all, found, &packet, legacy, None);
             }
-            let named = first.named.iter().filter(|_| protocol == TCP).take(MOST_PODS);
-            for (address, port) in named {
-                let Some(mut single) = pods.with(&packet, *address, *port) else { continue };
-                for found in pass(&mut single, &stages)? {
-                    if !is_policy(&found) {
-                        note(&mut all, found, &packet, legacy, Some(*address));
-                    }
+            if protocol == TCP {
+                of_single_pods.push((packet, stages, first.named));
+            }
+        }
+    }
+    // Single pods come last, so that they do not use up the number of rules.
+    for (packet, stages, named) in of_single_pods {
+        for (address, port) in named.into_iter().take(MOST_PODS) {
+            let Some(mut single) = pods.with(&packet, address, port) else { continue };
+            for found in pass(&mut single, &stages)? {
+                if !is_policy(&found) {
+                    note(&mut all, found, &packet, legacy, Some(address));
                 }
             }
         }
@@ -319,17 +362,17 @@ struct Start {
 }
 
 /// The stops in nf_tables.
-fn nf_tables(pods: &Dual<PodPackets>) -> Result<Vec<Stop>, Error> {
+fn nf_tables(pods: &Dual<PodPackets>) -> Result<Followed, Error> {
     let about = |error| Error::kernel("nftables", error);
     let mut socket = NetfilterSocket::open().map_err(about)?;
     let queues = Queues::read();
     nftables::at_one_moment(&mut socket, about, |socket| {
         let starts = starts(socket).map_err(about)?;
         let mut known: HashMap<(u8, String), Known> = HashMap::new();
-        let mut budget = MOST_RULES;
-        let mut all = Vec::new();
-        for pods in pods.values() {
-            all.extend(follow(pods, false, |stage, packet| {
+        let mut all = Followed::default();
+        for (packets, pods) in pods.iter() {
+            let mut budget = MOST_RULES;
+            all.stops.extend(follow(pods, false, |stage, packet| {
                 let mut found = Vec::new();
                 for start in &starts {
                     if !start.sees(stage, packet) {
@@ -351,13 +394,14 @@ fn nf_tables(pods: &Dual<PodPackets>) -> Result<Vec<Stop>, Error> {
                 }
                 Ok(found)
             })?);
+            all.note(format!("nftables, {packets} packets"), budget);
         }
         Ok(all)
     })
 }
 
 /// All base chains of tables that are in effect, in the order in which packets pass them.
-fn starts(socket: &mut NetfilterSocket) -> Result<Vec<Start>, flannel_core::kernel::KernelError> {
+fn starts(socket: &mut NetfilterSocket) -> Result<Vec<Start>, KernelError> {
     let mut starts = Vec::new();
     let mut dormant: HashMap<(u8, String), bool> = HashMap::new();
     for family in TableFamily::ALL {
@@ -426,10 +470,22 @@ impl Start {
 }
 
 /// The stops in the output of `iptables-legacy-save`.
-fn in_saved(saved: &str, pods: &PodPackets, queues: &Queues) -> Result<Vec<Stop>, Error> {
+fn in_saved(saved: &str, pods: &PodPackets, queues: &Queues) -> Result<Followed, Error> {
+    let mut budget = MOST_RULES;
+    let stops = saved_stops(saved, pods, queues, &mut budget)?;
+    let mut followed = Followed { stops, unread: Vec::new() };
+    followed.note(format!("iptables-legacy, {} packets", pods.network.family()), budget);
+    Ok(followed)
+}
+
+fn saved_stops(
+    saved: &str,
+    pods: &PodPackets,
+    queues: &Queues,
+    budget: &mut usize,
+) -> Result<Vec<Stop>, Error> {
     let saved = Saved::read(saved);
     let table_family = TableFamily::from(pods.network.family());
-    let mut budget = MOST_RULES;
     follow(pods, true, |stage, packet| {
         let mut found = Vec::new();
         let Some(chain) = stage.hook.built_in() else { return Ok(found) };
@@ -445,7 +501,7 @@ fn in_saved(saved: &str, pods: &PodPackets, queues: &Queues) -> Result<Vec<Stop>
                 packet: &mut *packet,
                 hits: Vec::new(),
                 entered: Vec::new(),
-                budget: &mut budget,
+                budget: &mut *budget,
             };
             walk.base(chain, is_dropped.then_some(Effect::Drop))?;
             let Walk { hits, entered, .. } = walk;
@@ -476,6 +532,7 @@ mod tests {
             bridge: "cni0".parse().ok(),
             to_peers: vec!["flannel.1".parse().unwrap()],
             uplink: "eth0".parse().ok(),
+            node: None,
             tunnel: None,
         }
     }
@@ -489,7 +546,7 @@ mod tests {
              COMMIT\n"
         );
         let queues = Queues { read: Some([3].into()) };
-        let stops = in_saved(&saved, pods, &queues).unwrap();
+        let stops = in_saved(&saved, pods, &queues).unwrap().stops;
         let text = |stop: &Stop| {
             let rule = stop.rule.as_ref().map_or(0, |rule| rule.number);
             format!("{:?} {} {rule}", stop.effect, stop.chain)
@@ -517,6 +574,10 @@ mod tests {
             ("FORWARD -j NFQUEUE --queue-num 4", &["Queue FORWARD 1"]),
             ("FORWARD -j NFQUEUE --queue-num 4 --queue-bypass", &[]),
             ("FORWARD -j NEWTARGET; FORWARD -j DROP", &[]),
+            ("FORWARD -p esp -j DROP; FORWARD -p ipencap -j DROP", &[]),
+            ("FORWARD ! -p esp -j DROP", &["Drop FORWARD 1"]),
+            ("FORWARD -p newproto -j ACCEPT; FORWARD -j DROP", &[]),
+            ("FORWARD ! -p newproto -j DROP", &[]),
             ("FORWARD -m set ! --match-set x src -j DROP", &[]),
             ("FORWARD -m conntrack ! --ctstate NEW -j DROP", &[]),
         ] {
@@ -532,5 +593,60 @@ mod tests {
             assert_eq!(forward(rules, &unknown), [""; 0], "{rules}");
         }
         assert_eq!(forward("FORWARD -s 10.1.7.0/24 -j DROP", &unknown), ["Drop FORWARD 1"]);
+    }
+
+    /// The rules of a built-in chain that stop packets of a protocol of the tunnel or of this node.
+    fn flows(chain: &str, rule: &str, pods: &PodPackets) -> Vec<Flow> {
+        let saved = format!("*filter\n:{chain} ACCEPT [0:0]\n-A {chain} {rule}\nCOMMIT\n");
+        let followed = in_saved(&saved, pods, &Queues::default()).unwrap();
+        followed.stops.into_iter().flat_map(|stop| stop.flows).collect()
+    }
+
+    #[test]
+    fn packets_that_this_node_sends_are_followed() {
+        let ipip = flannel_core::backend::Transport::Protocol(4);
+        let [from, to] = ["192.0.2.8", "192.0.2.7"].map(|address| address.parse().unwrap());
+        let tunnel = Some(TunnelPackets { from, to, transports: vec![ipip] });
+        let pods = PodPackets { tunnel, ..pods() };
+        let out = Flow::TunnelOut(ipip);
+        for (chain, rule, found) in [
+            ("OUTPUT", "-j DROP", &[Flow::FromHost, out][..]),
+            ("POSTROUTING", "-o eth0 -p ipencap -j DROP", &[out]),
+            ("OUTPUT", "-s 192.0.2.7/32 -d 192.0.2.8/32 -j DROP", &[out]),
+            ("OUTPUT", "-p gre -j DROP", &[]),
+            ("INPUT", "-p ipencap -j DROP", &[Flow::Tunnel(ipip)]),
+            ("OUTPUT", "-m addrtype --src-type LOCAL -j DROP", &[Flow::FromHost, out]),
+            ("OUTPUT", "-m addrtype ! --src-type LOCAL -j DROP", &[]),
+            ("OUTPUT", "-s 10.1.7.0/32 -j DROP", &[Flow::FromHost]),
+        ] {
+            assert_eq!(flows(chain, rule, &pods), found, "{chain} {rule}");
+        }
+        let uplink: flannel_core::object::LinkName = "eth0".parse().unwrap();
+        let direct = PodPackets { to_peers: vec![uplink], node: Some(to), tunnel: None, ..pods };
+        for (rule, found) in
+            [("-s 192.0.2.7/32 -j DROP", &[Flow::FromHost][..]), ("-s 10.1.7.0/32 -j DROP", &[])]
+        {
+            assert_eq!(flows("OUTPUT", rule, &direct), found, "{rule}");
+        }
+    }
+
+    /// The first packets of all kinds are followed before those of single pods.
+    #[test]
+    fn rules_that_are_not_followed_are_reported() {
+        let saved = "*filter\n:FORWARD ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n\
+                     -A FORWARD -s 10.1.7.9/32 -j DROP\n-A OUTPUT -j DROP\nCOMMIT\n";
+        let (pods, queues) = (pods(), Queues::default());
+        let mut most = usize::MAX;
+        saved_stops(saved, &pods, &queues, &mut most).unwrap();
+        // Two protocols pass FORWARD three times and OUTPUT once.
+        let mut budget = 8;
+        let stops = saved_stops(saved, &pods, &queues, &mut budget).unwrap();
+        assert!(usize::MAX - most > 8);
+        assert_eq!((budget, stops.len(), &*stops[0].chain), (0, 1, "OUTPUT"));
+        let mut followed = Followed::default();
+        followed.note("iptables-legacy, IPv4 packets".to_owned(), 1);
+        assert!(followed.unread.is_empty());
+        followed.note("iptables-legacy, IPv4 packets".to_owned(), budget);
+        assert!(followed.unread[0].to_string().contains("more than 4000000 rules"));
     }
 }

@@ -91,7 +91,7 @@ pub(super) fn masked_mark(is: [Byte; 4], mark: [u8; 4], mask: [u8; 4]) -> Option
     known
 }
 
-/// The address of a tunnel packet's destination is local. Other addresses are unicast.
+/// An address of this node at an end of the packet is local. Other addresses are unicast.
 fn kinds(info: &[u8], packet: &Packet) -> Option<bool> {
     let (source, destination) = (short(info, 0)?, short(info, 2)?);
     let flags = word(info, 4)?;
@@ -99,8 +99,9 @@ fn kinds(info: &[u8], packet: &Packet) -> Option<bool> {
     let has = |mask: u16, kind: u16, inverse: u32| {
         mask == 0 || ((mask & kind != 0) ^ (inverted & inverse != 0))
     };
-    let to = if matches!(packet.flow, super::Flow::Tunnel(_)) { LOCAL } else { UNICAST };
-    Some(has(source, UNICAST, 1) && has(destination, to, 2))
+    let kind = |is_here| if is_here { LOCAL } else { UNICAST };
+    let (from, to) = (kind(packet.flow.is_sent_here()), kind(packet.flow.ends_here()));
+    Some(has(source, from, 1) && has(destination, to, 2))
 }
 
 /// Whether the ports of the packet are in the ranges of the source and of the destination.

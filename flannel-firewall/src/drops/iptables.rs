@@ -155,7 +155,8 @@ fn condition<'w>(
         "-d" => is_in(value, packet.destination, None, packet),
         "-i" => packet.from.is(value).into(),
         "-o" => packet.to.is(value).into(),
-        "-p" => (protocol(value) == Some(packet.protocol)).into(),
+        "-p" if value == "all" => Match::Yes,
+        "-p" => protocol(value).map(|protocol| protocol == packet.protocol).into(),
         "--ctstate" | "--state" => {
             let word = packet.tracked.map(|tracked| if tracked { "NEW" } else { "UNTRACKED" });
             word.map(|word| value.split(',').any(|state| state == word)).into()
@@ -167,9 +168,10 @@ fn condition<'w>(
         "--sport" | "--sports" | "--source-ports" => has_port(value, &[FROM_PORT]),
         "--dport" | "--dports" | "--destination-ports" => has_port(value, &[packet.port]),
         "--ports" => has_port(value, &[FROM_PORT, packet.port]),
-        "--src-type" => value.split(',').any(|kind| kind == "UNICAST").into(),
-        "--dst-type" => {
-            let is_here = matches!(packet.flow, super::Flow::Tunnel(_));
+        "--src-type" | "--dst-type" => {
+            let flow = packet.flow;
+            let is_source = option == "--src-type";
+            let is_here = if is_source { flow.is_sent_here() } else { flow.ends_here() };
             let of_packet = if is_here { "LOCAL" } else { "UNICAST" };
             value.split(',').any(|kind| kind == of_packet).into()
         }
@@ -200,12 +202,30 @@ fn has_port(ranges: &str, ports: &[u16]) -> Match {
     ranges.split(',').any(is_in).into()
 }
 
+/// The number of a protocol. `None` for a name that is not known: `iptables-save` writes those of
+/// `/etc/protocols`.
 fn protocol(name: &str) -> Option<u8> {
-    match name {
-        "tcp" => Some(TCP),
-        "udp" => Some(UDP),
-        number => number.parse().ok(),
-    }
+    Some(match name {
+        "icmp" => 1,
+        "igmp" => 2,
+        "ipencap" | "ipip" | "ipv4" => 4,
+        "tcp" => TCP,
+        "udp" => UDP,
+        "dccp" => 33,
+        "ipv6" => 41,
+        "gre" => 47,
+        "esp" | "ipv6-crypt" => 50,
+        "ah" | "ipv6-auth" => 51,
+        "ipv6-icmp" | "icmpv6" => 58,
+        "ospf" => 89,
+        "pim" => 103,
+        "vrrp" => 112,
+        "l2tp" => 115,
+        "sctp" => 132,
+        "mh" | "ipv6-mh" | "mobility-header" => 135,
+        "udplite" => 136,
+        number => return number.parse().ok(),
+    })
 }
 
 /// A mark and a mask in the machine's byte order, such as `0x4000/0x4000`.

@@ -42,6 +42,25 @@ const QUEUE: u32 = 3;
 const CODE: u32 = 0xffff;
 /// `NFT_PAYLOAD_LL_HEADER`, and the offset of the type in an Ethernet header.
 const LINK: u32 = 0;
+const TRANSPORT: u32 = 2;
+/// Instructions that only decide whether a rule matches, or load a value.
+const CONDITIONS: [&str; 15] = [
+    "limit",
+    "connlimit",
+    "quota",
+    "osf",
+    "socket",
+    "hash",
+    "numgen",
+    "xfrm",
+    "tunnel",
+    "rt",
+    "exthdr",
+    "bitwise",
+    "cmp",
+    "meta",
+    "inner",
+];
 const ETHERNET_TYPE: usize = 12;
 
 /// A table whose rules are read when a packet reaches them.
@@ -202,7 +221,14 @@ impl Run<'_, '_> {
             }
             Instruction::Neutral => {}
             Instruction::Other(name) if name == "objref" => {}
-            _ => return Ok(Match::Unknown),
+            Instruction::Other(name) if CONDITIONS.contains(&&**name) => {
+                return Ok(Match::Unknown);
+            }
+            // It may end the way of the packet, as `fwd`, `tproxy` and `synproxy` do.
+            _ => {
+                self.result.way = Way::Unknown;
+                return Ok(Match::Unknown);
+            }
         }
         Ok(Match::Yes)
     }
@@ -241,11 +267,9 @@ impl Run<'_, '_> {
             Property::Meta(key) => self.meta(*key),
             Property::Connection { key, .. } => self.connection(*key),
             Property::Route { result: ADDRESS_KIND, flags } if flags & PRESENT == 0 => {
-                let of_host = match self.packet.flow {
-                    super::Flow::FromHost => flags & OF_SOURCE != 0,
-                    super::Flow::Tunnel(_) => flags & OF_SOURCE == 0,
-                    _ => false,
-                };
+                let flow = self.packet.flow;
+                let is_of_source = flags & OF_SOURCE != 0;
+                let of_host = if is_of_source { flow.is_sent_here() } else { flow.ends_here() };
                 let kind = if of_host { LOCAL } else { UNICAST };
                 kind.to_ne_bytes().map(Some).to_vec()
             }
@@ -265,7 +289,9 @@ impl Run<'_, '_> {
         let header = match base {
             LINK => link(),
             1 => network,
-            _ => transport,
+            TRANSPORT => transport,
+            // What is behind the header of the transport, or in a tunnel.
+            _ => Vec::new(),
         };
         let value: Vec<Byte> =
             (offset..offset + len).map(|n| header.get(n).copied().flatten()).collect();

@@ -44,11 +44,14 @@ pub struct PodPackets {
     pub to_peers: Vec<LinkName>,
     /// The device by which packets to other destinations leave. `None` if it is not known.
     pub uplink: Option<LinkName>,
+    /// The address of this node on `uplink`, from which it sends packets that leave there. `None` if
+    /// it is not known: then it counts as the first address of `own`.
+    pub node: Option<IpAddr>,
     /// Tunnel packets of another node. `None` without a tunnel, or if no other node is known.
     pub tunnel: Option<TunnelPackets>,
 }
 
-/// Packets of the tunnel, which arrive on [`PodPackets::uplink`].
+/// Packets of the tunnel, which arrive and leave by [`PodPackets::uplink`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TunnelPackets {
     /// The address of another node.
@@ -73,11 +76,23 @@ pub enum Flow {
     FromHost,
     /// From another node to this one: packets of the tunnel.
     Tunnel(Transport),
+    /// From this node to another one: packets of the tunnel.
+    TunnelOut(Transport),
 }
 
 impl Flow {
     /// The ways of packets of pods.
     const OF_PODS: [Self; 4] = [Self::FromPod, Self::ToPod, Self::Outside, Self::FromHost];
+
+    /// Whether this node itself sends the packets.
+    pub(super) fn is_sent_here(self) -> bool {
+        matches!(self, Self::FromHost | Self::TunnelOut(_))
+    }
+
+    /// Whether the packets are for this node itself.
+    pub(super) fn ends_here(self) -> bool {
+        matches!(self, Self::Tunnel(_))
+    }
 
     /// Whether both ends are pods.
     pub(super) fn is_between_pods(self) -> bool {
@@ -95,6 +110,9 @@ impl fmt::Display for Flow {
             Self::FromHost => "from this node to pods of other nodes",
             Self::Tunnel(transport) => {
                 return write!(f, "of the tunnel ({transport}) from other nodes to this node");
+            }
+            Self::TunnelOut(transport) => {
+                return write!(f, "of the tunnel ({transport}) from this node to other nodes");
             }
         })
     }
@@ -335,12 +353,19 @@ impl PodPackets {
                 Flow::Outside => (pod, outside),
                 _ => (self.own.base(), remote),
             };
-            let packet = self.packet(flow, protocol, source, destination);
+            let mut packet = self.packet(flow, protocol, source, destination);
             if flow == Flow::Outside {
                 all.push((packet, stages(bridge, self.uplink.into(), flow)));
                 continue;
             }
             for device in &to_peers {
+                // Without a tunnel, this node sends with the address of the external interface.
+                if flow == Flow::FromHost
+                    && let (End::Device(device), Some(node)) = (device, self.node)
+                    && self.uplink == Some(*device)
+                {
+                    packet.source = node;
+                }
                 let stages = match flow {
                     Flow::ToPod => stages(*device, bridge, flow),
                     Flow::FromHost => stages(End::None, *device, flow),
@@ -358,14 +383,21 @@ impl PodPackets {
 
     fn tunnel_packets(&self, tunnel: &TunnelPackets) -> impl Iterator<Item = (Packet, Vec<Stage>)> {
         let TunnelPackets { from, to, transports } = tunnel;
-        transports.iter().map(|transport| {
-            let flow = Flow::Tunnel(*transport);
-            let protocol = if let Transport::Protocol(number) = transport { *number } else { UDP };
-            let mut packet = self.packet(flow, protocol, *from, *to);
-            if let Transport::Udp(port) = transport {
-                packet.port = *port;
-            }
-            (packet, stages(self.uplink.into(), End::None, flow))
+        let uplink = End::from(self.uplink);
+        transports.iter().flat_map(move |transport| {
+            [
+                (Flow::Tunnel(*transport), [*from, *to], [uplink, End::None]),
+                (Flow::TunnelOut(*transport), [*to, *from], [End::None, uplink]),
+            ]
+            .map(|(flow, [source, destination], [arrival, departure])| {
+                let protocol =
+                    if let Transport::Protocol(number) = transport { *number } else { UDP };
+                let mut packet = self.packet(flow, protocol, source, destination);
+                if let Transport::Udp(port) = transport {
+                    packet.port = *port;
+                }
+                (packet, stages(arrival, departure, flow))
+            })
         })
     }
 
@@ -426,11 +458,11 @@ fn stages(from: End, to: End, flow: Flow) -> Vec<Stage> {
     let mut all = Vec::new();
     let mut add = |hook, from, to| all.push(Stage { hook, from, to });
     let is_bridge = |end: End| matches!(end, End::Device(_));
-    if flow == Flow::FromHost {
+    if flow.is_sent_here() {
         add(Hook::Network(hook::OUTPUT), End::None, to);
     } else {
         add(Hook::Ingress, from, End::None);
-        if matches!(flow, Flow::Tunnel(_)) {
+        if flow.ends_here() {
             add(Hook::Network(hook::PREROUTING), from, End::None);
             add(Hook::Network(hook::INPUT), from, End::None);
             return all;
@@ -444,7 +476,7 @@ fn stages(from: End, to: End, flow: Flow) -> Vec<Stage> {
         add(Hook::Network(hook::FORWARD), from, to);
     }
     // Before Linux 5.7 there is no device of arrival.
-    let before = if flow == Flow::FromHost { End::None } else { End::Unknown };
+    let before = if flow.is_sent_here() { End::None } else { End::Unknown };
     add(Hook::Network(hook::POSTROUTING), before, to);
     if flow == Flow::ToPod && is_bridge(to) {
         add(Hook::Bridge(hook::OUTPUT), End::None, End::Unknown);

@@ -20,6 +20,7 @@ fn pods(bridge: &str, tunnel: &str, uplink: &str) -> Dual<PodPackets> {
         bridge: bridge.parse().ok(),
         to_peers: vec![tunnel.parse().unwrap()],
         uplink: uplink.parse().ok(),
+        node: to.parse().ok(),
         tunnel: Some(TunnelPackets {
             from: from.parse().unwrap(),
             to: to.parse().unwrap(),
@@ -132,13 +133,16 @@ fn packets_of_the_tunnel_are_followed_to_this_host() {
             ("input", "policy drop; udp dport { 53, 8472 } accept;", &[]),
             ("input", "iifname eth1 drop; udp dport 8473 drop; tcp dport 8472 drop;", &[]),
             ("forward", "udp dport 8472 drop;", &[]),
+            ("output", "udp dport 8472 drop;", &both),
+            ("postrouting", "oifname eth0 udp dport 8472 drop;", &both),
+            ("output", "fib saddr type != local drop;", &[]),
         ] {
             nft(&format!("flush ruleset; {}", chain("inet", hook, rules)));
             let stops = texts(&stops(&tools).await);
+            let is_sent = matches!(hook, "output" | "postrouting");
+            let end = if is_sent { ": TunnelOut(Udp(8472))" } else { ": Tunnel(Udp(8472))" };
             let expected = |family: &&str| {
-                stops
-                    .iter()
-                    .any(|stop| stop.starts_with(*family) && stop.ends_with(": Tunnel(Udp(8472))"))
+                stops.iter().any(|stop| stop.starts_with(*family) && stop.ends_with(end))
             };
             assert!(found.iter().all(expected) && stops.len() == found.len(), "{rules} {stops:?}");
         }
@@ -199,6 +203,10 @@ fn a_rule_is_found_only_if_a_packet_surely_reaches_and_matches_it() {
             ("goto { counter; }; drop;", false),
             ("policy drop; goto { counter; };", true),
             ("meta mark set 0x7; meta mark 0x7 accept; policy drop;", false),
+            // The packets do not come to the rule behind it.
+            ("tcp dport 54321 synproxy mss 1460 wscale 7; meta l4proto tcp drop;", false),
+            // What is behind the header of the transport is not known.
+            ("@ih,0,8 178 drop;", false),
         ] {
             nft(&format!("flush ruleset; {}", forward(rules)));
             let stops = stops(&tools).await;

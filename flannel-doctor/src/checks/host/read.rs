@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::Transport;
-use flannel_core::kernel::KernelError;
+use flannel_core::kernel::{KernelError, RouteAnswer};
 use flannel_core::lease::LeaseSet;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Kernel, Subnet, Subnets};
@@ -214,12 +214,15 @@ impl HostFacts {
         transports: &[Transport],
     ) -> Dual<PodPackets> {
         let of = |family: Family| {
-            let of_peer = |(subnets, _): &(Subnets, _)| {
-                subnets.iter().find(|subnet| subnet.family() == family)
+            let of_peer = |(subnets, public): &(Subnets, Dual<IpAddr>)| {
+                let subnet = subnets.iter().find(|subnet| subnet.family() == family)?;
+                Some((subnet, *public))
             };
-            let peers: Vec<Subnet> =
+            let peers: Vec<(Subnet, Dual<IpAddr>)> =
                 self.peers.iter().filter_map(of_peer).take(MOST_DEVICES).collect();
-            let to = |peer: &Subnet| kernel?.lookup(peer.nth(1)?).ok()?.link;
+            let to = |(peer, public): &(Subnet, Dual<IpAddr>)| {
+                self.device_to(&kernel?.lookup(peer.nth(1)?).ok()?, public)
+            };
             let mut to_peers: Vec<LinkName> = peers.iter().filter_map(to).collect();
             to_peers.sort_unstable();
             to_peers.dedup();
@@ -235,29 +238,42 @@ impl HostFacts {
                 network,
                 // Without a lease, the pods of this node may have any address.
                 own: self.own[family].unwrap_or(network),
-                peer: peers.first().copied(),
+                peer: peers.first().map(|(subnet, _)| *subnet),
                 bridge: self.bridge(),
                 to_peers,
                 uplink: self.uplink,
+                node: self.node_address(family),
                 tunnel: self.tunnel_packets(family, transports),
             })
         };
         Dual { v4: of(Family::V4), v6: of(Family::V6) }
     }
 
-    /// Tunnel packets from a peer to this node. Their family is that of the nodes' addresses.
+    /// The device by which packets reach the pods of a peer with these addresses. `None` if the
+    /// route is not flannel's, for example the default route to a peer without a route.
+    fn device_to(&self, route: &RouteAnswer, public: &Dual<IpAddr>) -> Option<LinkName> {
+        let link = route.link?;
+        let is_peer = |gateway| public.values().any(|address| *address == gateway);
+        let is_ours = self.tunnels.contains(&link) || route.gateway.is_some_and(is_peer);
+        is_ours.then_some(link)
+    }
+
+    /// Tunnel packets between a peer and this node. Their family is that of the nodes' addresses.
     fn tunnel_packets(&self, family: Family, transports: &[Transport]) -> Option<TunnelPackets> {
+        Some(TunnelPackets {
+            from: self.peers.iter().find_map(|(_, public)| public[family])?,
+            to: self.node_address(family)?,
+            transports: transports.to_vec(),
+        })
+    }
+
+    /// The address of the external interface that other nodes reach, or behind NAT, its first one.
+    fn node_address(&self, family: Family) -> Option<IpAddr> {
         let public = self.public[family]?;
         let of_uplink = |(device, _): &&(LinkName, IpAddr)| Some(*device) == self.uplink;
         let mut own = self.addresses.iter().filter(of_uplink).map(|(_, address)| *address);
-        // Behind NAT it is another address.
         let is_here = own.clone().any(|address| address == public);
-        let to = if is_here { Some(public) } else { own.find(|to| Family::of(*to) == family) };
-        Some(TunnelPackets {
-            from: self.peers.iter().find_map(|(_, public)| public[family])?,
-            to: to?,
-            transports: transports.to_vec(),
-        })
+        if is_here { Some(public) } else { own.find(|address| Family::of(*address) == family) }
     }
 
     /// The bridge of pods: a device that is no tunnel, with an address of this node's subnets, else
@@ -429,5 +445,23 @@ mod tests {
         };
         assert_eq!(v6(&"0".repeat(32)).as_deref(), Some("2001:db8::/64"));
         assert_eq!(v6("20010db8000000000000000000000001"), None);
+    }
+
+    #[test]
+    fn only_routes_of_flannel_name_the_devices_to_peers() {
+        let link = |name: &str| name.parse::<LinkName>().unwrap();
+        let facts = HostFacts { tunnels: vec![link("flannel.1")], ..HostFacts::default() };
+        let public = Dual { v4: "192.0.2.7".parse().ok(), v6: None };
+        for (device, gateway, is_ours) in [
+            ("flannel.1", Some("10.1.7.0"), true),
+            ("eth0", Some("192.0.2.7"), true),
+            ("eth0", Some("192.0.2.254"), false),
+            ("docker0", None, false),
+        ] {
+            let gateway = gateway.map(|gateway| gateway.parse().unwrap());
+            let route = RouteAnswer::via(link(device), gateway, None);
+            let found = facts.device_to(&route, &public);
+            assert_eq!(found, is_ours.then_some(link(device)), "{device} {gateway:?}");
+        }
     }
 }
