@@ -126,8 +126,42 @@ fn a_rule_that_stops_packets_is_named_with_the_command_of_its_program() {
             only_stop(tunnel(udp, "inet firewalld", &["filter_INPUT"]), |_| {}),
             [
                 "rejects IPv4 packets of the tunnel (UDP port 8472) from other nodes to this node",
-                "| firewall-cmd --permanent --add-port=8472/udp && firewall-cmd --reload",
+                "| firewall-cmd --permanent --zone=$(firewall-cmd --get-zone-of-interface=eth0) \
+                 --add-port=8472/udp && firewall-cmd --reload",
             ],
+        ),
+        (
+            only_stop(tunnel(udp, "inet firewalld", &["filter_INPUT", "filter_IN_dmz"]), |_| {}),
+            ["filter_IN_dmz", "| firewall-cmd --permanent --zone=dmz --add-port=8472/udp &&"],
+        ),
+        (
+            only_stop(tunnel(udp, "inet firewalld", &["filter_IN_a_b_deny"]), |_| {}),
+            ["filter_IN_a_b_deny", "--zone=a_b --add-port"],
+        ),
+        (
+            only_stop(stop(&[Flow::TunnelOut(udp)], "ip filter", &["OUTPUT"]), |_| {}),
+            [
+                "packets of the tunnel (UDP port 8472) from this node to other nodes",
+                "| iptables -I OUTPUT 3 -p udp --dport 8472 -j ACCEPT # also put it",
+            ],
+        ),
+        (
+            only_stop(stop(&[Flow::ToPod, Flow::Tunnel(udp)], "inet guard", &["gate"]), |_| {}),
+            [
+                "nft insert rule inet guard gate handle 17 udp dport 8472 accept",
+                "nft insert rule inet guard gate handle 17 ip saddr 10.1.0.0/16 ip daddr \
+                 10.1.0.0/16 accept",
+            ],
+        ),
+        (
+            only_stop(
+                tunnel(Transport::Protocol(4), "ip6 filter", &["ufw6-input", "ufw-x"]),
+                |stop| {
+                    stop.family = Family::V6;
+                    stop.legacy = true;
+                },
+            ),
+            ["ufw-x", "| ip6tables-legacy -I INPUT -p 4 -j ACCEPT # also put it"],
         ),
         (
             only_stop(tunnel(udp, "ip filter", &["INPUT", "ufw-reject-input"]), |_| {}),
@@ -220,6 +254,28 @@ fn a_rule_that_stops_packets_is_named_with_the_command_of_its_program() {
     facts.stops = (0..9).map(|n| of("ip filter", &[&format!("C{n}")])).collect();
     let found = check(&facts);
     assert!(found.len() == 5 && found[4].text.ends_with("4 more rules stop packets of pods too"));
+}
+
+/// Without --ip-masq, the plugin makes a chain for each pod.
+#[test]
+fn the_masquerading_of_the_bridge_plugin_is_one_finding() {
+    let mut facts = healthy();
+    for n in 1..=9 {
+        let mut chain = stop(&[Flow::FromPod], "ip nat", &["POSTROUTING", &format!("CNI-{n}")]);
+        chain.effect = Effect::Translate(Translation::Masquerade);
+        chain.pods = [format!("10.1.5.{n}").parse().unwrap()].into();
+        facts.stops.push(chain);
+    }
+    let found = check(&facts);
+    let [finding] = &found[..] else { panic!("{found:?}") };
+    assert!(finding.text.contains("the CNI plugin bridge gives the address of this node"));
+    assert!(finding.text.ends_with(": those of 10.1.5.1, 10.1.5.2, 10.1.5.3 and 6 more"));
+    let remedy = format!("{:?}", finding.remedy);
+    assert!(remedy.contains("--ip-masq") && remedy.contains("ipMasq"), "{remedy}");
+    // Others change packets, and do not stop them.
+    facts.stops.iter_mut().for_each(|stop| stop.chain = "OTHER".to_owned());
+    let found = check(&facts);
+    assert!(found[4].text.ends_with("4 more rules stop or change packets of pods too"));
 }
 
 fn queue(kind: &str) -> Attached {
