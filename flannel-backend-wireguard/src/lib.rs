@@ -5,6 +5,8 @@ mod options;
 mod plan;
 mod signature;
 
+use std::collections::BTreeMap;
+
 use async_trait::async_trait;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{
@@ -56,6 +58,7 @@ impl Backend for WireguardBackend {
         datapath.transports =
             ports(config, &options).values().copied().map(Transport::Udp).collect();
         datapath.transports.dedup();
+        datapath.outer = outer(config, &options);
         datapath.encrypted = datapath.devices.values().copied().collect();
         Ok(datapath)
     }
@@ -197,6 +200,21 @@ fn ports(config: &Config, options: &Options) -> Dual<u16> {
         (Mode::Separate, Family::V6) => options.port_v6,
         _ => options.port,
     })
+}
+
+/// The only family of the addresses between which each tunnel runs.
+fn outer(config: &Config, options: &Options) -> BTreeMap<Transport, Family> {
+    let ports = ports(config, options);
+    let of = |(family, port): (Family, &u16)| {
+        let outer = match options.mode {
+            Mode::Separate => family,
+            // Usually.
+            Mode::Auto | Mode::Ipv4 => Family::V4,
+            Mode::Ipv6 => Family::V6,
+        };
+        (Transport::Udp(*port), outer)
+    };
+    ports.iter().map(of).collect()
 }
 
 /// The size of the outer IP, UDP and WireGuard headers with the authentication tag, in bytes, for

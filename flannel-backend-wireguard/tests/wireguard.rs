@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_backend_wireguard::{SECRET, WireguardBackend};
-use flannel_core::address::Dual;
+use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{ExternalInterface, MemorySecrets, Secrets, Transport};
 use flannel_core::lease::{LeaseAttrs, Offer, Origin};
 use flannel_core::object::Secret;
@@ -196,6 +196,8 @@ fn the_datapath_is_encrypted() {
     let datapath = WireguardBackend.datapath(&both).unwrap();
     assert!(datapath.encrypted.len() == 2 && !datapath.bare);
     assert_eq!(datapath.transports, [Transport::Udp(51820), Transport::Udp(51821)]);
+    let outer = [(Transport::Udp(51820), Family::V4), (Transport::Udp(51821), Family::V6)];
+    assert_eq!(datapath.outer, outer.into());
     let auto = Config::parse(&config(r#","Mode":"auto""#, BOTH)).unwrap();
     let datapath = WireguardBackend.datapath(&auto).unwrap();
     assert_eq!(datapath.transports, [Transport::Udp(51820)]);

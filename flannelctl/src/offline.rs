@@ -267,9 +267,11 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let public = lease.map(|lease| lease.attrs.preferred.public).unwrap_or_default();
     let links = backends.links(uplink, &config);
     let mtu = subnet_file::read(&global.subnet_file).ok().map(|env| env.mtu);
-    let transports = backends.datapath(&config).transports;
+    let datapath = backends.datapath(&config);
+    let (transports, outer) = (datapath.transports, datapath.outer);
     let leases = saved.leases;
-    let checked = CheckedNetwork { config, links, uplink, own, public, leases, mtu, transports };
+    let checked =
+        CheckedNetwork { config, links, uplink, own, public, leases, mtu, transports, outer };
     let report = check_host(checked, &LegacyMemory::default()).await;
     reports(&report.findings, Deployment::default())
 }

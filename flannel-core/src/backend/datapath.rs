@@ -1,10 +1,10 @@
 //! The datapath of a network.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use super::ExternalInterface;
-use crate::address::Dual;
+use crate::address::{Dual, Family};
 use crate::object::LinkName;
 
 /// How packets travel between the nodes of a network. The firewall, the status and the diagnosis
@@ -22,6 +22,9 @@ pub struct Datapath {
     pub mtu: Option<u32>,
     /// The packets that firewalls between nodes must let pass, besides packets of pods.
     pub transports: Vec<Transport>,
+    /// The transports whose packets travel only between addresses of one family. Packets of other
+    /// transports travel between addresses of each family.
+    pub outer: BTreeMap<Transport, Family>,
     /// Whether packets of pods travel between some nodes without a tunnel.
     pub bare: bool,
     /// Whether this node reaches peers on the same link without the tunnel.
@@ -54,6 +57,12 @@ impl Datapath {
                 self.overhead[family] = other.overhead[family];
             }
         }
+        // A transport of both has the families of both.
+        self.outer.retain(|transport, family| {
+            !other.transports.contains(transport) || other.outer.get(transport) == Some(family)
+        });
+        let limited = other.outer.into_iter();
+        self.outer.extend(limited.filter(|(transport, _)| !self.transports.contains(transport)));
         let new =
             other.transports.into_iter().filter(|transport| !self.transports.contains(transport));
         let new: Vec<Transport> = new.collect();

@@ -33,5 +33,6 @@ pub(crate) fn checked(network: &NetworkSnapshot) -> CheckedNetwork {
         leases: network.view.leases.clone(),
         mtu: Some(running.handle.mtu),
         transports: running.datapath.transports.clone(),
+        outer: running.datapath.outer.clone(),
     }
 }

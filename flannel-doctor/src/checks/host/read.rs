@@ -1,5 +1,6 @@
 //! Reads the facts: `/proc/sys`, addresses, routing rules, and rules that stop packets of pods.
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -47,13 +48,30 @@ pub struct CheckedNetwork {
     pub mtu: Option<u32>,
     /// The packets that nodes send to each other, besides packets of pods.
     pub transports: Vec<Transport>,
+    /// The transports that run only between addresses of one family
+    /// ([`outer`](flannel_core::backend::Datapath::outer)).
+    pub outer: BTreeMap<Transport, Family>,
+}
+
+impl CheckedNetwork {
+    /// The transports whose packets travel between addresses of each family.
+    fn transports_of(&self) -> Dual<Vec<Transport>> {
+        let is_of = |transport: &Transport, family| {
+            self.outer.get(transport).is_none_or(|outer| *outer == family)
+        };
+        Dual::from_fn(|family| {
+            let transports = self.transports.iter().copied();
+            Some(transports.filter(|transport| is_of(transport, family)).collect())
+        })
+    }
 }
 
 /// Reads all facts. A failure to read one is noted in `unread`.
 pub(super) async fn read(network: CheckedNetwork, memory: &LegacyMemory) -> HostFacts {
     let read = tokio::task::spawn_blocking(move || {
         let (facts, kernel) = read_host(&network);
-        let packets = facts.pod_packets(kernel.as_ref(), &network.transports);
+        let transports = network.transports_of();
+        let packets = facts.pod_packets(kernel.as_ref(), &transports);
         (facts, packets)
     });
     // The task fails only if the runtime shuts down.
@@ -211,7 +229,7 @@ impl HostFacts {
     fn pod_packets(
         &self,
         kernel: Option<&NetlinkKernel>,
-        transports: &[Transport],
+        transports: &Dual<Vec<Transport>>,
     ) -> Dual<PodPackets> {
         let of = |family: Family| {
             let of_peer = |(subnets, public): &(Subnets, Dual<IpAddr>)| {
@@ -243,7 +261,7 @@ impl HostFacts {
                 to_peers,
                 uplink: self.uplink,
                 node: self.node_address(family),
-                tunnel: self.tunnel_packets(family, transports),
+                tunnel: self.tunnel_packets(family, transports[family].as_deref()),
             })
         };
         Dual { v4: of(Family::V4), v6: of(Family::V6) }
@@ -259,11 +277,15 @@ impl HostFacts {
     }
 
     /// Tunnel packets between a peer and this node. Their family is that of the nodes' addresses.
-    fn tunnel_packets(&self, family: Family, transports: &[Transport]) -> Option<TunnelPackets> {
+    fn tunnel_packets(
+        &self,
+        family: Family,
+        transports: Option<&[Transport]>,
+    ) -> Option<TunnelPackets> {
         Some(TunnelPackets {
             from: self.peers.iter().find_map(|(_, public)| public[family])?,
             to: self.node_address(family)?,
-            transports: transports.to_vec(),
+            transports: transports.unwrap_or_default().to_vec(),
         })
     }
 
@@ -463,5 +485,24 @@ mod tests {
             let found = facts.device_to(&route, &public);
             assert_eq!(found, is_ours.then_some(link(device)), "{device} {gateway:?}");
         }
+    }
+
+    /// Each tunnel of WireGuard runs between addresses of one family.
+    #[test]
+    fn a_transport_of_one_family_is_not_looked_for_in_the_other() {
+        let [v4, v6, both] = [1, 2, 3].map(Transport::Udp);
+        let network = CheckedNetwork {
+            config: Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap(),
+            links: Vec::new(),
+            uplink: "eth0".parse().unwrap(),
+            own: None,
+            public: Dual::default(),
+            leases: LeaseSet::default(),
+            mtu: None,
+            transports: vec![v4, v6, both],
+            outer: [(v4, Family::V4), (v6, Family::V6)].into(),
+        };
+        let of_family = Dual { v4: Some(vec![v4, both]), v6: Some(vec![v6, both]) };
+        assert_eq!(network.transports_of(), of_family);
     }
 }

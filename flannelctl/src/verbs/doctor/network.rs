@@ -281,6 +281,7 @@ async fn of_config(
     match uplink {
         Some(uplink) => {
             let links = backends.links(uplink, &config);
+            let datapath = backends.datapath(&config);
             let checked = CheckedNetwork {
                 config: config.clone(),
                 links,
@@ -289,7 +290,8 @@ async fn of_config(
                 public,
                 leases: leases.clone(),
                 mtu,
-                transports: backends.datapath(&config).transports,
+                transports: datapath.transports,
+                outer: datapath.outer,
             };
             examination.host(check_host(checked, &LegacyMemory::default()).await);
         }
