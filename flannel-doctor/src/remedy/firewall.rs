@@ -188,8 +188,8 @@ fn accept_tunnel(stop: &Stop, transports: &BTreeSet<Transport>) -> Remedy {
     Remedy::run(commands.collect::<Vec<_>>().join("; "))
 }
 
-/// The zone of firewalld whose chain has the rule, such as `filter_IN_dmz_deny`. Otherwise a command
-/// that prints the zone of the external interface.
+/// The zone of firewalld whose chain has the rule, such as `filter_IN_dmz_deny`. Otherwise a
+/// command that prints the zone of the external interface.
 fn zone(stop: &Stop, uplink: Option<LinkName>) -> String {
     const PARTS: [&str; 5] = ["_pre", "_log", "_deny", "_allow", "_post"];
     if let Some((_, zone)) = stop.chain.split_once("IN_") {

@@ -44,8 +44,8 @@ pub struct PodPackets {
     pub to_peers: Vec<LinkName>,
     /// The device by which packets to other destinations leave. `None` if it is not known.
     pub uplink: Option<LinkName>,
-    /// The address of this node on `uplink`, from which it sends packets that leave there. `None` if
-    /// it is not known: then it counts as the first address of `own`.
+    /// The address of this node on `uplink`, from which it sends packets that leave there. `None`
+    /// if it is not known: then it counts as the first address of `own`.
     pub node: Option<IpAddr>,
     /// Tunnel packets of another node. `None` without a tunnel, or if no other node is known.
     pub tunnel: Option<TunnelPackets>,
