@@ -486,8 +486,8 @@ fn joined(items: impl IntoIterator<Item = impl ToString>) -> String {
     items.into_iter().map(|item| item.to_string()).collect::<Vec<_>>().join(" and ")
 }
 
-/// The MTU of the packets that leave this host with the addresses of the interface, in bytes. `None`
-/// if the interface leads to no other host, and the default route shows none that does.
+/// The MTU of the packets that leave this host with the addresses of the interface, in bytes.
+/// `None` if the interface leads to no other host, and the default route shows none that does.
 pub(super) fn mtu(interface: &Interface, families: &[Family], facts: &Facts) -> Option<u32> {
     if !interface.isolated {
         return Some(interface.mtu);
