@@ -114,8 +114,8 @@ impl NetlinkKernel {
         choose(selectors, families, &self.facts(selectors)?)
     }
 
-    /// Reads the inputs of [`choose`](fn@choose) for these selectors. It opens a socket for this, so
-    /// that a long table does not delay [`Kernel::apply`](flannel_core::Kernel::apply).
+    /// Reads the inputs of [`choose`](fn@choose) for these selectors. It opens a socket for this,
+    /// so that a long table does not delay [`Kernel::apply`](flannel_core::Kernel::apply).
     ///
     /// # Errors
     /// The kernel state cannot be read.
