@@ -82,7 +82,7 @@ pub enum Error {
     #[error(
         "another flanneld on this host has the {what}: stop it; or, if both are to run, give each \
          one a network config of its own (--etcd-prefix, --registry, --net-config-path) with \
-         another Network and another Backend (VNI, Port, or Type)"
+         another Network and another Backend (another VNI of vxlan, or another Type)"
     )]
     Claimed {
         /// The device or the network.
