@@ -238,9 +238,9 @@ impl<'a> Choice<'a> {
             .by_matching(matches, |texts| format!("its address {texts} is one of the node"))
             .unwrap_or_else(|| Err(format!("no interface has the address {texts}")))?;
         // Such an address is not doubted.
-        let address = found.address.map(|_, candidate| match matches(candidate.address) {
-            true => Candidate::named(candidate.address),
-            false => *candidate,
+        let address = found.address.map(|_, candidate| {
+            let is_known = matches(candidate.address);
+            if is_known { Candidate::named(candidate.address) } else { *candidate }
         });
         Ok(Found { address, ..found })
     }

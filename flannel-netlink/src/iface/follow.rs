@@ -4,9 +4,8 @@
 //! This holds even if the selectors would now choose another interface, because a change of the
 //! external interface interrupts traffic. As long as it holds, only the chosen interface is read,
 //! and no routes, except for an interface that leads to no other host: its MTU is that of others.
-//! An address never replaces one that is less doubtful
-//! ([`AddressDoubt`](flannel_core::backend::AddressDoubt)). A less doubtful address of the
-//! interface replaces the chosen one.
+//! An address never replaces one that is less doubtful ([`AddressDoubt`]). A less doubtful address
+//! of the interface replaces the chosen one.
 
 use std::convert::Infallible;
 use std::time::Duration;
