@@ -185,10 +185,8 @@ impl Account {
     async fn firewall(&mut self, networks: &[Subnet], dry_run: bool) {
         let programs = Programs::default();
         let own = cleanup_networks(&programs, networks, true).await;
-        let done = match dry_run {
-            true => None,
-            false => Some(cleanup_networks(&programs, networks, false).await),
-        };
+        let done =
+            if dry_run { None } else { Some(cleanup_networks(&programs, networks, false).await) };
         // Rules that could not be removed are there still.
         let stay = done.as_ref().is_none_or(|done| !done.failed.is_empty());
         let all = leftovers(&programs).await.found;
