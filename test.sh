@@ -16,9 +16,12 @@ PATH="$PATH:/usr/sbin:/sbin" command -v iptables-nft >/dev/null || needs+=(iptab
 PATH="$PATH:/usr/sbin:/sbin" command -v nft >/dev/null || needs+=(nftables)
 command -v strace >/dev/null || needs+=(strace)
 PATH="$PATH:/usr/sbin:/sbin" command -v ethtool >/dev/null || needs+=(ethtool)
-[ -x /usr/sbin/keepalived ] || needs+=(keepalived)
-[ -x /usr/sbin/firewalld ] || needs+=(firewalld)
-[ -x /usr/sbin/ufw ] || needs+=(ufw)
+# Tests run these in namespaces. On the host itself they must not start.
+services=()
+[ -x /usr/sbin/keepalived ] || services+=(keepalived)
+[ -x /usr/sbin/firewalld ] || services+=(firewalld)
+[ -x /usr/sbin/ufw ] || services+=(ufw)
+needs+=("${services[@]}")
 # Elsewhere it comes with a kernel, below.
 [ "$(uname -m)" = x86_64 ] || command -v wg >/dev/null || needs+=(wireguard-tools)
 command -v systemd-analyze >/dev/null || needs+=(systemd)
@@ -31,10 +34,17 @@ command -v kubectl >/dev/null || needs+=(kubernetes-client)
 [ -x "${CNI_PLUGINS:-/usr/lib/cni}/bridge" ] || needs+=(containernetworking-plugins)
 if [ ${#needs[@]} -gt 0 ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        if [ -d /run/systemd/system ] && [ ${#services[@]} -gt 0 ]; then
+            systemctl mask "${services[@]}"
+        fi
         apt-get update -qq
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${needs[@]}"
     else
         echo "test.sh: install these first (Debian: apt-get install): ${needs[*]}" >&2
+        if [ ${#services[@]} -gt 0 ]; then
+            echo "test.sh: before that, so that they do not start here:" \
+                "systemctl mask ${services[*]}" >&2
+        fi
         exit 1
     fi
 fi
