@@ -95,7 +95,8 @@ impl Delegate {
         if versions.contains(&version) {
             return Ok(());
         }
-        let (program, versions) = (self.program.display(), versions.join(", "));
+        let program = self.program.display();
+        let versions = versions.join(", ");
         let msg = format!(
             "plugin {:?} ({program}) does not support the cniVersion {version:?} of the network \
              config, but only {versions}: expected a newer plugin, or one of these versions",

@@ -283,7 +283,8 @@ fn follow(
     let mut pass = |packet: &mut Packet, stages: &[Stage]| {
         let mut found = Vec::new();
         for stage in stages {
-            (packet.from, packet.to) = (stage.from, stage.to);
+            packet.from = stage.from;
+            packet.to = stage.to;
             found.extend(walk(*stage, packet)?);
         }
         found.retain(|it| is_reported(it, packet.flow));

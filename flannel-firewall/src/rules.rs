@@ -216,7 +216,9 @@ impl Rule {
         destination: Option<Side>,
         verdict: Verdict,
     ) -> Self {
-        let (mark, device, protocol) = (None, None, None);
+        let mark = None;
+        let device = None;
+        let protocol = None;
         Self { mark, source, destination, device, protocol, unrouted: false, verdict }
     }
 }

@@ -73,7 +73,8 @@ fn in_state(mask: u16, packet: &Packet) -> Option<bool> {
 }
 
 fn mark(info: &[u8], packet: &Packet) -> Option<bool> {
-    let (mark, mask) = (word(info, 0)?, word(info, 4)?);
+    let mark = word(info, 0)?;
+    let mask = word(info, 4)?;
     let inverted = *info.get(8)? != 0;
     Some(masked_mark(packet.mark, mark, mask)? ^ inverted)
 }
@@ -93,14 +94,16 @@ pub(super) fn masked_mark(is: [Byte; 4], mark: [u8; 4], mask: [u8; 4]) -> Option
 
 /// An address of this node at an end of the packet is local. Other addresses are unicast.
 fn kinds(info: &[u8], packet: &Packet) -> Option<bool> {
-    let (source, destination) = (short(info, 0)?, short(info, 2)?);
+    let source = short(info, 0)?;
+    let destination = short(info, 2)?;
     let flags = word(info, 4)?;
     let inverted = u32::from_ne_bytes(flags);
     let has = |mask: u16, kind: u16, inverse: u32| {
         mask == 0 || ((mask & kind != 0) ^ (inverted & inverse != 0))
     };
     let kind = |is_here| if is_here { LOCAL } else { UNICAST };
-    let (from, to) = (kind(packet.flow.is_sent_here()), kind(packet.flow.ends_here()));
+    let from = kind(packet.flow.is_sent_here());
+    let to = kind(packet.flow.ends_here());
     Some(has(source, from, 1) && has(destination, to, 2))
 }
 
@@ -114,7 +117,8 @@ fn ports(info: &[u8], packet: &Packet) -> Option<[bool; 2]> {
 /// The only destination port of a match of `tcp` or `udp`.
 pub(super) fn only_port(it: &Extension) -> Option<u16> {
     let is_asked = matches!(&*it.name, "tcp" | "udp");
-    let (low, high) = (short(&it.info, 4)?, short(&it.info, 6)?);
+    let low = short(&it.info, 4)?;
+    let high = short(&it.info, 6)?;
     (is_asked && low == high).then_some(low)
 }
 
@@ -131,7 +135,8 @@ fn tcp(info: &[u8], packet: &Packet) -> Option<bool> {
 
 /// A side, a number, 15 ports, 15 flags for those that begin a range, and an inversion.
 fn multiport(info: &[u8], packet: &Packet) -> Option<bool> {
-    let (side, count) = (*info.first()?, usize::from(*info.get(1)?));
+    let side = *info.first()?;
+    let count = usize::from(*info.get(1)?);
     let mut found = false;
     let mut n = 0;
     while n < count.min(15) {

@@ -133,7 +133,8 @@ mod tests {
             (Family::V4, "10.1.64.0/19", "10.2.0.9/32"),
             (Family::V6, "fd00:1::/48", "fd00:2::/64"),
         ] {
-            let (own, other) = (subnet(own), subnet(other));
+            let own = subnet(own);
+            let other = subnet(other);
             for side in [Side::In, Side::NotIn] {
                 let rule = Rule::new(Some(side(own)), Some(Side::In(other)), Verdict::Return);
                 assert_eq!(network(&rule, family), Some(own));

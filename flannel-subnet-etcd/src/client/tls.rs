@@ -116,7 +116,8 @@ fn read(options: &EtcdOptions) -> Result<Arc<ClientConfig>, String> {
     };
     let identity = match (&options.certificate, &options.key) {
         (Some(certificate), Some(key)) => {
-            let (certificate, key) = (pem(certificate, "certfile")?, pem(key, "keyfile")?);
+            let certificate = pem(certificate, "certfile")?;
+            let key = pem(key, "keyfile")?;
             Some(Identity::of(&certificate, &key).map_err(|error| error.to_string())?)
         }
         _ => None,
